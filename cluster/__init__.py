@@ -1,0 +1,1 @@
+"""The cluster: router, policy, membership, front doors, client and command line."""

@@ -1,0 +1,1 @@
+"""The decode role: reserve, pull, verify, admit, emit; and its Ray actor."""

@@ -1,0 +1,68 @@
+"""What one engine step computes, as plain data, and the runner that computes it.
+
+Plain data so that a runner may be one process or the ranks of a tensor-parallel group, and so
+that tests may put a stub in its place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    Attributes:
+        token_ids: tokens at positions ``start .. start + len(token_ids) - 1``; their KV is
+            written in this step.  [num_scheduled_tokens]
+        start: positions already computed (``num_computed_tokens``).
+        block_table: block ids covering at least ``start + len(token_ids)`` positions.
+        sample: whether the last scheduled position's logits yield a token.
+        sampling: the request's sampling parameters.
+        branch: branch number, part of the generator's key.
+        output_index: output position of the token to be sampled, part of the generator's key.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sample: bool
+    sampling: SamplingParams
+    branch: int
+    output_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: the sequences of the batch and the block copies to make before it.
+
+    ``copies`` are (source block id, target block id) pairs.
+    """
+
+    sequences: tuple[ScheduledSequence, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Positions computed in this step, all sequences together."""
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """The sampled token of each sequence, in batch order; None where none was asked for."""
+
+    token_ids: tuple[int | None, ...]
+
+
+class ModelRunner(Protocol):
+    """Computes steps. When ``execute`` returns, the step's KV has been written."""
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Write the KV of every scheduled position and sample where asked."""
+        ...

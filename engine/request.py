@@ -1,0 +1,85 @@
+"""What a request asks for: the frozen specification that travels between processes.
+
+Knows nothing of scheduling state (``engine.sequence``) or routing (``cluster``); imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from kvferry.kv_cache.errors import KVFerryError
+
+RequestId = NewType("RequestId", str)
+
+
+class InvalidRequest(KVFerryError):
+    """A field of the request is missing, out of range or unsupported; names the field."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt does not fit the model's context; names both numbers."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How output tokens are chosen and when output ends.
+
+    Attributes:
+        max_tokens: output tokens at most (>= 1).
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set whose probability reaches p, in (0, 1].
+        seed: 64-bit key of the counter-based generator; the front door draws one if the user
+            gave none, so that workers always see a number.
+        stop: stop strings, applied by the front door.
+        stop_token_ids: ids that end the output, beside the model's end-of-sequence ids.
+        ignore_eos: the model's end-of-sequence ids do not end the output.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One request as every worker sees it: a common prefix and one suffix per branch.
+
+    Attributes:
+        request_id: 128 random bits in hex, made by the front door.
+        prompt_token_ids: the user's prompt, common to all branches.
+        suffixes: per branch, the output tokens already delivered to the client. They stay output
+            for every limit and index; only the KV cache treats them as prompt.
+        sampling: sampling parameters, seed included.
+        eos_token_ids: ids that end the output unless ``sampling.ignore_eos``.
+        cache_salt: opaque tenant salt of the block hash chain.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    suffixes: tuple[tuple[int, ...], ...] = ((),)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+
+    def kv_prompt(self, branch: int = 0) -> tuple[int, ...]:
+        """Tokens whose KV must exist before the next token of ``branch`` can be sampled."""
+        return self.prompt_token_ids + self.suffixes[branch]

@@ -1,0 +1,150 @@
+"""The contract of every transfer connector: pull, not push.
+
+The reader copies sealed blocks out of a peer's pool into blocks that it owns, so nobody writes
+into blocks that have changed hands. Every worker is both source and reader. Nothing here blocks:
+a caller starts a read, polls it, and may cancel it; once ``cancel`` has returned no further byte
+arrives in the targets.
+
+A connector does not know requests, tokens or roles. Leases are kept by ``kv_transfer.leases``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_cache.layout import KVCacheLayout
+
+ReadId = NewType("ReadId", int)
+
+
+class TransferFailed(KVFerryError):
+    """Blocks could not be moved; names the peer and the cause."""
+
+
+class IncompatiblePeer(TransferFailed):
+    """The peer's pool cannot be read into ours; names the field and both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """A block of a given life of a given process: stale references are refused, never served."""
+
+    epoch: int
+    block_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """All that a reader needs to know of a source before any block moves.
+
+    Attributes:
+        worker_id, epoch: the source's name and life.
+        connector: implementation that serves this pool, for example ``shm``.
+        address: where the implementation finds it (for ``shm`` a Unix socket name).
+        host_id: equal on workers that share memory.
+        model: model name and revision; part of the compatibility check.
+        layout: the pool's layout (block size, groups, heads, dtype, rank).
+        num_blocks: blocks in the pool.
+    """
+
+    worker_id: str
+    epoch: int
+    connector: str
+    address: str
+    host_id: str
+    model: str
+    layout: KVCacheLayout
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy one whole block: source reference to own block.
+
+    Attributes:
+        source: the peer's block.
+        target: own block id, owned by the transfer until the read ends or is fenced.
+        num_slots: filled slots (the whole block is copied all the same).
+        digest: 64-bit digest of the source block's bytes; None skips verification.
+        rank: source rank; only 0 in the first version.
+    """
+
+    source: BlockRef
+    target: int
+    num_slots: int
+    digest: int | None
+    rank: int = 0
+
+
+class ReadStatus(Enum):
+    """How the read of one block ended."""
+
+    OK = "ok"
+    STALE = "stale"  # the source's generation had moved on; the bytes were discarded
+    CORRUPT = "corrupt"  # the digest did not match
+    FAILED = "failed"  # the transport failed
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """The end of one ``Move``; ``index`` is its place in the list given to ``start_read``."""
+
+    read_id: ReadId
+    index: int
+    move: Move
+    status: ReadStatus
+    num_bytes: int
+
+
+class Peer(Protocol):
+    """An open connection to a source."""
+
+    @property
+    def info(self) -> PeerInfo:
+        """What the source said of itself in the handshake."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection; its unfinished reads end FAILED."""
+        ...
+
+
+class KVConnector(Protocol):
+    """One transport. All calls come from the engine thread, except where a method says otherwise.
+
+    Clocks are arguments: ``now`` is in seconds of the caller's monotonic clock.
+    """
+
+    def local_info(self) -> PeerInfo:
+        """This worker's own description, to be given to peers."""
+        ...
+
+    def digest(self, block_id: int) -> int:
+        """64-bit digest of an own block's bytes, as a reader will compute it."""
+        ...
+
+    def connect(self, info: PeerInfo) -> Peer:
+        """Open a source. Raises IncompatiblePeer (naming both values) or TransferFailed."""
+        ...
+
+    def start_read(self, peer: Peer, moves: Sequence[Move]) -> ReadId:
+        """Queue the copies; returns at once. Reads of one peer are served in order."""
+        ...
+
+    def poll(self, now: float) -> list[BlockResult]:
+        """Make progress and return the blocks whose read has ended since the last poll."""
+        ...
+
+    def cancel(self, read_id: ReadId) -> None:
+        """Fence a read: after this returns none of its targets is written again, and no
+        further result of it is reported. Unknown ids are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Close peers and own memory; idempotent."""
+        ...
