@@ -1,0 +1,71 @@
+# make demo   one command from a fresh clone to tokens: environment, model, cluster, prompts
+# make test   ruff, mypy, pytest, in that order
+# make format | proto | clean | distclean
+#
+# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`. pip's own
+# settings (index, proxy, certificates) are honoured.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+# The stamps lie in the environment, so that they vanish with it.
+MADE := $(VENV)/.stamp-made
+INSTALLED := $(VENV)/.stamp-installed
+INSTALLED_DEV := $(VENV)/.stamp-installed-dev
+
+.PHONY: help demo test format proto clean distclean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make \)/\1/p' Makefile
+
+demo: $(INSTALLED)
+	@$(BIN)/kvferry demo $(ARGS)
+
+test: $(INSTALLED_DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest
+
+format: $(INSTALLED_DEV)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# From the root with -I., so that the generated modules import each other as kvferry.protos.*
+proto: $(INSTALLED_DEV)
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+		kvferry/protos/*.proto
+
+$(MADE):
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "KVFerry needs Python 3.11 or newer, but there is no '$(PYTHON)': install it, or name" \
+			"another with 'make PYTHON=python3.12 ...'" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"KVFerry needs Python 3.11 or newer, but $(PYTHON) is %d.%d: name another with " \
+		"\"make PYTHON=python3.12 ...\"" % sys.version_info[:2])'
+	@echo "Making $(VENV) ..." >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) 'setuptools>=77' wheel
+	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt | $(MADE)
+	@echo "Installing KVFerry into $(VENV) (minutes the first time) ..." >&2
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(INSTALLED_DEV): pyproject.toml constraints.txt | $(MADE)
+	@echo "Installing KVFerry and its development tools into $(VENV) (minutes the first time) ..." >&2
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $(INSTALLED) $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
