@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvferry.kv_cache.errors import KVFerryError
 
 RequestId = NewType("RequestId", str)
+
+
+class Attempt(NamedTuple):
+    """Which try of a request: attempts order by (router epoch, number)."""
+
+    router_epoch: int
+    number: int
 
 
 class InvalidRequest(KVFerryError):
@@ -70,6 +77,7 @@ class RequestSpec:
             for every limit and index; only the KV cache treats them as prompt.
         sampling: sampling parameters, seed included.
         eos_token_ids: ids that end the output unless ``sampling.ignore_eos``.
+        max_model_len: positions that prompt and output together may take.
         cache_salt: opaque tenant salt of the block hash chain.
     """
 
@@ -78,6 +86,7 @@ class RequestSpec:
     suffixes: tuple[tuple[int, ...], ...] = ((),)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     eos_token_ids: tuple[int, ...] = ()
+    max_model_len: int = 1 << 30
     cache_salt: str = ""
 
     def kv_prompt(self, branch: int = 0) -> tuple[int, ...]:

@@ -1,0 +1,134 @@
+"""The engine: a step is three verbs, schedule → execute → update.
+
+Owns the pool, the tables and the scheduler of one worker; runs on one thread. Knows nothing of
+where sequences come from or where tokens go: each sequence's owner hears of its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvferry.engine.batch import ModelRunner
+from kvferry.engine.request import Attempt, RequestSpec
+from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from kvferry.engine.sequence import SequenceKey, SequenceOwner, SequenceState
+from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.block_table import BlockTable, KVCacheManager
+from kvferry.kv_cache.hashing import HashChain, root_hash
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One worker's engine.
+
+    Args:
+        runner: computes steps.
+        pool: the worker's blocks.
+        block_size: positions per block.
+        model: model name and revision, the root of every hash chain.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: ModelRunner,
+        pool: BlockPool,
+        block_size: int,
+        model: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.kv = KVCacheManager(pool, block_size)
+        self.scheduler = Scheduler(config, self.kv)
+        self.num_failed_steps = 0
+        self.recomputed_tokens = 0
+        self._runner = runner
+        self._model = model
+        self._clock = clock
+
+    def new_sequence(
+        self,
+        spec: RequestSpec,
+        attempt: Attempt,
+        owner: SequenceOwner,
+        *,
+        table: BlockTable | None = None,
+        hashes: HashChain | None = None,
+        output_token_ids: tuple[int, ...] = (),
+        num_computed_tokens: int = 0,
+        prefill_only: bool = False,
+    ) -> SequenceState:
+        """Make a sequence and hand it to the scheduler.
+
+        Args:
+            spec: the request.
+            attempt: which try of it.
+            owner: hears of its steps.
+            table: blocks that already hold ``num_computed_tokens`` positions.
+            hashes: the request's hash chain, when somebody has begun it.
+            output_token_ids: tokens sampled elsewhere in this attempt, after the KV prompt.
+            num_computed_tokens: positions that ``table`` holds.
+            prefill_only: end when the first token is sampled.
+        """
+        prompt = spec.kv_prompt()
+        sequence = SequenceState(
+            key=SequenceKey(spec.request_id, attempt),
+            spec=spec,
+            owner=owner,
+            table=table if table is not None else BlockTable(self.block_size),
+            hashes=hashes if hashes is not None else self.hash_chain(spec),
+            token_ids=[*prompt, *output_token_ids],
+            prefill_only=prefill_only,
+            num_kv_prompt=len(prompt),
+            num_computed_tokens=num_computed_tokens,
+        )
+        self.scheduler.add(sequence)
+        return sequence
+
+    def hash_chain(self, spec: RequestSpec) -> HashChain:
+        """The request's hash chain, rooted in this engine's model and the request's salt."""
+        return HashChain(root_hash(self._model, spec.cache_salt), self.block_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self.scheduler.sequences)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Abort or finish a sequence: its table is freed. Harmless when already gone."""
+        self.scheduler.remove(sequence)
+
+    def step(self) -> bool:
+        """Run one step; returns whether anything was computed."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        started = self._clock()
+        for sequence in step.sequences:
+            if sequence.first_scheduled_at is None:
+                sequence.first_scheduled_at = started
+        try:
+            result = self._runner.execute(step.output)
+        except Exception as error:  # the step's boundary: it ends the batch and is counted
+            self._fail(step, error)
+            return True
+        now = self._clock()
+        for progress in self.scheduler.update(step, result):
+            sequence = progress.sequence
+            sequence.owner.on_progress(progress, now)
+            if progress.finish or (sequence.prefill_only and progress.token_id is not None):
+                self.remove(sequence)
+        return True
+
+    def _fail(self, step: ScheduledStep, error: Exception) -> None:
+        """End every sequence of a step that raised: their KV cannot be trusted."""
+        self.num_failed_steps += 1
+        logger.exception("engine step with %d sequences failed", len(step.sequences))
+        now = self._clock()
+        for sequence in step.sequences:
+            sequence.owner.on_failure(sequence, f"{type(error).__name__}: {error}", now)
+            self.remove(sequence)

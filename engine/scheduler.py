@@ -1,0 +1,229 @@
+"""The scheduler: which tokens are computed in the next step, on which blocks.
+
+One rule for prefill, chunked prefill, decode and recomputation after preemption: a sequence has
+tokens, some of which are computed; a step computes up to a token budget, subject to the blocks.
+
+Each step:
+ 1. Running sequences, oldest first, get their uncomputed tokens (at most ``chunk_tokens`` each).
+    When one cannot grow, the newest running sequence that would free a block now is preempted:
+    its table is freed and it waits to be computed again. Each preemption takes one sequence out
+    of the running list, so a step cannot loop.
+ 2. If nobody was preempted, waiting sequences are admitted in order of arrival while their whole
+    known length fits above the watermark (the share kept free so that running ones can grow).
+    The first that does not fit stops the line: a large one is not starved by small ones.
+
+Pure and deterministic; knows no model, clock, socket or role.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.sequence import SequenceKey, SequenceProgress, SequenceState, SequenceStatus
+from kvferry.engine.stopping import Finish, finish_after
+from kvferry.kv_cache.block_table import KVCacheManager
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Budgets of one step. ``watermark`` is a share of the pool, 0 to 1."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    chunk_tokens: int = 256
+    watermark: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step as the runner sees it, beside the sequences it is for (same order)."""
+
+    output: SchedulerOutput
+    sequences: tuple[SequenceState, ...]
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine; see the module for the algorithm."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self.config = config
+        self._kv = kv
+        self._arrivals = 0
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
+        self.sequences: dict[SequenceKey, SequenceState] = {}
+        self.num_preemptions = 0
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks kept free for running sequences to grow into."""
+        return int(self.config.watermark * self._kv.pool.num_blocks)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Take a sequence in; its table may already hold computed blocks."""
+        if sequence.key in self.sequences:
+            raise ValueError(f"sequence {sequence.key} is already in the scheduler")
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        sequence.max_computed_tokens = sequence.num_computed_tokens
+        self.sequences[sequence.key] = sequence
+        if sequence.table.block_ids and len(self.running) < self.config.max_num_seqs:
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Take a sequence out and free its table; unknown or removed ones are ignored."""
+        if self.sequences.pop(sequence.key, None) is None:
+            return
+        (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(
+            sequence
+        )
+        sequence.status = SequenceStatus.FINISHED
+        self._kv.free(sequence.table)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Whether a sequence that has run before waits for blocks."""
+        return any(sequence.num_preemptions for sequence in self.waiting)
+
+    def schedule(self) -> ScheduledStep | None:
+        """Plan the next step; None when nothing can run."""
+        budget = self.config.max_num_batched_tokens
+        planned: list[tuple[SequenceState, int]] = []
+        preempted = False
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted earlier in this loop
+            count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
+            grown, victims = self._grow(sequence, count)
+            preempted = preempted or victims
+            if grown:
+                planned.append((sequence, count))
+                budget -= count
+        planned = [(s, n) for s, n in planned if s.status is SequenceStatus.RUNNING]
+        if not preempted:
+            planned.extend(self._admit(budget))
+        if not planned:
+            return None
+        return ScheduledStep(
+            SchedulerOutput(
+                tuple(_scheduled(sequence, count) for sequence, count in planned),
+                tuple(pair for sequence, _ in planned for pair in _take_copies(sequence)),
+            ),
+            tuple(sequence for sequence, _ in planned),
+        )
+
+    def update(self, step: ScheduledStep, result: RunnerOutput) -> list[SequenceProgress]:
+        """Record a completed step: computed counts, sampled tokens, sealed blocks."""
+        progress = []
+        for sequence, share, token_id in zip(
+            step.sequences, step.output.sequences, result.token_ids, strict=True
+        ):
+            count = len(share.token_ids)
+            _count_recomputed(sequence, count)
+            sequence.num_computed_tokens += count
+            sequence.max_computed_tokens = max(
+                sequence.max_computed_tokens, sequence.num_computed_tokens
+            )
+            finish: Finish | None = None
+            if token_id is not None:
+                finish = finish_after(sequence.spec, sequence.num_output_tokens, token_id)
+                sequence.token_ids.append(token_id)
+            sealed = self._kv.seal(
+                sequence.table,
+                sequence.token_ids,
+                sequence.num_computed_tokens,
+                sequence.hashes,
+                include_partial=sequence.prefill_only and token_id is not None,
+            )
+            progress.append(SequenceProgress(sequence, count, token_id, finish, tuple(sealed)))
+        return progress
+
+    def _grow(self, sequence: SequenceState, count: int) -> tuple[bool, bool]:
+        """Make room for ``count`` tokens; returns (room made, anybody preempted)."""
+        preempted = False
+        while True:
+            computed = sequence.num_computed_tokens
+            copies = self._kv.allocate(sequence.table, computed, computed + count)
+            if copies is not None:
+                sequence.pending_copies.extend(copies)
+                return True, preempted
+            victim = self._victim()
+            if victim is None:
+                return False, preempted
+            self._preempt(victim)
+            preempted = True
+            if victim is sequence:
+                return False, preempted
+
+    def _victim(self) -> SequenceState | None:
+        """The newest running sequence whose table would give a block back now."""
+        candidates = (s for s in self.running if self._kv.has_freeable_block(s.table))
+        return max(candidates, key=lambda s: s.arrival, default=None)
+
+    def _preempt(self, victim: SequenceState) -> None:
+        self.running.remove(victim)
+        self._kv.free(victim.table)
+        victim.pending_copies.clear()
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        victim.status = SequenceStatus.WAITING
+        insort(self.waiting, victim, key=lambda s: s.arrival)
+        self.num_preemptions += 1
+
+    def _admit(self, budget: int) -> list[tuple[SequenceState, int]]:
+        admitted = []
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[0]
+            whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
+            spare = self.watermark_blocks if self.running else 0
+            if whole + spare > self._kv.pool.num_free:
+                break
+            count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
+            computed = sequence.num_computed_tokens
+            copies = self._kv.allocate(sequence.table, computed, computed + count)
+            if copies is None:
+                break
+            sequence.pending_copies.extend(copies)
+            self.waiting.pop(0)
+            sequence.status = SequenceStatus.RUNNING
+            insort(self.running, sequence, key=lambda s: s.arrival)
+            admitted.append((sequence, count))
+            budget -= count
+        return admitted
+
+
+def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    return ScheduledSequence(
+        token_ids=sequence.token_ids[start : start + count],
+        start=start,
+        block_table=tuple(sequence.table.block_ids),
+        sample=start + count == len(sequence.token_ids),
+        sampling=sequence.spec.sampling,
+        branch=sequence.key.branch,
+        output_index=sequence.num_output_tokens,
+    )
+
+
+def _take_copies(sequence: SequenceState) -> list[tuple[int, int]]:
+    copies, sequence.pending_copies = sequence.pending_copies, []
+    return copies
+
+
+def _count_recomputed(sequence: SequenceState, count: int) -> None:
+    start = sequence.num_computed_tokens
+    again = min(start + count, sequence.max_computed_tokens) - start
+    if again > 0:
+        sequence.recomputed_tokens += again
+        sequence.recomputed_prompt_tokens += max(
+            0, min(start + again, sequence.num_kv_prompt) - start
+        )
+    if start < sequence.num_kv_prompt:
+        sequence.num_prefill_chunks += 1

@@ -1,0 +1,97 @@
+"""The engine's state of one sequence (one branch of one attempt of one request)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from kvferry.engine.request import Attempt, RequestId, RequestSpec
+from kvferry.engine.stopping import Finish
+from kvferry.kv_cache.block_table import BlockTable, SealedBlock
+from kvferry.kv_cache.hashing import HashChain
+
+
+class SequenceKey(NamedTuple):
+    """Names a sequence; never a reusable slot number."""
+
+    request_id: RequestId
+    attempt: Attempt
+    branch: int = 0
+
+
+class SequenceStatus(Enum):
+    """WAITING (new or preempted) → RUNNING → FINISHED; preemption goes back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceProgress:
+    """What one step did for one sequence."""
+
+    sequence: SequenceState
+    num_computed: int
+    token_id: int | None
+    finish: Finish | None
+    sealed: tuple[SealedBlock, ...]
+
+
+class SequenceOwner(Protocol):
+    """Whoever put a sequence into the engine and hears of its steps."""
+
+    def on_progress(self, progress: SequenceProgress, now: float) -> None:
+        """A step has completed. When ``progress.finish`` is set, or a prefill-only sequence has
+        its token, the engine frees the sequence's table after this returns.
+        """
+        ...
+
+    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
+        """The step that held the sequence failed; the engine frees its table after this."""
+        ...
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """Tokens, of which ``num_computed_tokens`` have KV; the token just sampled has none yet.
+
+    Attributes:
+        spec: the request; ``spec.kv_prompt(branch)`` are the first ``num_kv_prompt`` tokens.
+        prefill_only: ends when its first token is sampled; that token has no KV here.
+        token_ids: prompt, delivered and newly sampled tokens, from position 0.
+        max_computed_tokens: most positions that ever had KV here; what is computed below it
+            again is recomputation.
+        recomputed_prompt_tokens: prompt positions computed again after preemption.
+        arrival: order of arrival at this engine; the highest is the newest.
+    """
+
+    key: SequenceKey
+    spec: RequestSpec
+    owner: SequenceOwner
+    table: BlockTable
+    hashes: HashChain
+    token_ids: list[int]
+    prefill_only: bool = False
+    num_kv_prompt: int = 0
+    num_computed_tokens: int = 0
+    max_computed_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    arrival: int = 0
+    num_prefill_chunks: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    recomputed_prompt_tokens: int = 0
+    first_scheduled_at: float | None = None
+    pending_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of the request so far, those delivered by earlier attempts included."""
+        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that have no KV yet; at least one while the sequence lives."""
+        return len(self.token_ids) - self.num_computed_tokens

@@ -1,0 +1,33 @@
+"""When an output token ends its request: one rule for every process that must know.
+
+Stop strings are the front door's business; everything here is a function of token ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.engine.request import FinishReason, RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why output ended; ``stop_reason`` is the user's stop id or string, None for eos."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+def finish_after(spec: RequestSpec, output_index: int, token_id: int) -> Finish | None:
+    """Whether the token at ``output_index`` (0 is the request's first) ends the request."""
+    sampling = spec.sampling
+    if token_id in sampling.stop_token_ids:
+        return Finish(FinishReason.STOP, token_id)
+    if not sampling.ignore_eos and token_id in spec.eos_token_ids:
+        return Finish(FinishReason.STOP)
+    num_output = output_index + 1
+    if num_output >= sampling.max_tokens:
+        return Finish(FinishReason.LENGTH)
+    if len(spec.prompt_token_ids) + num_output >= spec.max_model_len:
+        return Finish(FinishReason.LENGTH)
+    return None

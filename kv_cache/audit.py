@@ -1,0 +1,167 @@
+"""The audit: every block accounted for, from its owners.
+
+Walks the owners that hold blocks (request tables, running reads, leases) and rebuilds who owns
+what; each block counts once, under its strongest owner:
+
+    referenced > in transfer > pinned > cached > free,   or quarantined
+
+The class counts come from the owners alone. The pool's own state is then held against them:
+a block nobody owns must be on the free list (else it leaked), an owned one must not be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.kv_cache.block_pool import BlockPool
+
+
+class BlockClass(StrEnum):
+    """Disjoint classes, strongest owner first."""
+
+    REFERENCED = "referenced"
+    IN_TRANSFER = "in_transfer"
+    PINNED = "pinned"
+    CACHED = "cached"
+    FREE = "free"
+    QUARANTINED = "quarantined"
+
+
+class OwnerKind(StrEnum):
+    """What holds a block: a request's table, a peer's lease, a running read, the prefix index."""
+
+    REQUEST = "request"
+    READER = "reader"
+    WRITER = "writer"
+    INDEX = "index"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One holder of one block.
+
+    ``request_id`` and ``attempt`` name the request that it is held for; ``peer`` the worker
+    that may read it or that it is read from; ``lease_remaining_s`` how long a silent reader
+    keeps it.
+    """
+
+    kind: OwnerKind
+    block_id: int
+    request_id: str
+    attempt: int = 0
+    peer: str = ""
+    lease_remaining_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedBlock:
+    """One block that is not free."""
+
+    block_id: int
+    generation: int
+    block_class: BlockClass
+    ref_count: int
+    num_tokens: int
+    block_hash: bytes | None
+    owners: tuple[Owner, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAudit:
+    """Counts per class (their sum is the pool), the problems found, and the blocks not free."""
+
+    counts: dict[BlockClass, int]
+    problems: tuple[str, ...]
+    blocks: tuple[AuditedBlock, ...]
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the pool's state agrees with the owners."""
+        return not self.problems
+
+
+_STRENGTH = (
+    (OwnerKind.REQUEST, BlockClass.REFERENCED),
+    (OwnerKind.WRITER, BlockClass.IN_TRANSFER),
+    (OwnerKind.READER, BlockClass.PINNED),
+    (OwnerKind.INDEX, BlockClass.CACHED),
+)
+
+
+def audit(pool: BlockPool, owners: Iterable[Owner]) -> PoolAudit:
+    """Rebuild the class of every block from ``owners`` and compare the pool with it."""
+    by_block: dict[int, list[Owner]] = {}
+    problems: list[str] = []
+    for owner in owners:
+        if 0 <= owner.block_id < pool.num_blocks:
+            by_block.setdefault(owner.block_id, []).append(owner)
+        else:
+            problems.append(f"{_name(owner)} holds block {owner.block_id}, which does not exist")
+    counts = dict.fromkeys(BlockClass, 0)
+    audited: list[AuditedBlock] = []
+    for block in pool.blocks:
+        held = by_block.get(block.block_id, [])
+        block_class = _classify(held, block.quarantined)
+        counts[block_class] += 1
+        problems.extend(_problems(pool, block.block_id, held))
+        if block_class is not BlockClass.FREE:
+            audited.append(
+                AuditedBlock(
+                    block.block_id,
+                    block.generation,
+                    block_class,
+                    sum(owner.kind is OwnerKind.REQUEST for owner in held),
+                    block.num_tokens,
+                    block.block_hash,
+                    tuple(held),
+                )
+            )
+    return PoolAudit(counts, tuple(problems), tuple(audited))
+
+
+def _classify(held: list[Owner], quarantined: bool) -> BlockClass:
+    if quarantined:
+        return BlockClass.QUARANTINED
+    kinds = {owner.kind for owner in held}
+    for kind, block_class in _STRENGTH:
+        if kind in kinds:
+            return block_class
+    return BlockClass.FREE
+
+
+def _problems(pool: BlockPool, block_id: int, held: list[Owner]) -> list[str]:
+    block = pool.blocks[block_id]
+    free = pool.is_free(block_id)
+    if not held and not free and not block.quarantined:
+        return [f"block {block_id} leaked: no owner, yet not free ({_counts(block_id, pool)})"]
+    if held and free:
+        names = ", ".join(_name(owner) for owner in held)
+        return [f"block {block_id} freed too often: on the free list, yet held by {names}"]
+    kinds = Counter(owner.kind for owner in held)
+    found = []
+    for label, counted, kind in (
+        ("references", block.ref_count, OwnerKind.REQUEST),
+        ("pins", block.num_pins, OwnerKind.READER),
+        ("transfers", block.num_transfers, OwnerKind.WRITER),
+    ):
+        if counted != kinds[kind]:
+            found.append(
+                f"block {block_id}: the pool counts {counted} {label}, its owners are {kinds[kind]}"
+            )
+    return found
+
+
+def _counts(block_id: int, pool: BlockPool) -> str:
+    block = pool.blocks[block_id]
+    return (
+        f"{block.ref_count} references, {block.num_pins} pins, {block.num_transfers} transfers "
+        "counted"
+    )
+
+
+def _name(owner: Owner) -> str:
+    peer = f" for {owner.peer}" if owner.peer else ""
+    return f"{owner.kind.value} {owner.request_id or '?'}#{owner.attempt}{peer}"

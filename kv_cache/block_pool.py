@@ -1,0 +1,193 @@
+"""The block pool: every block of one worker, who owns it, and which life it is in.
+
+A block is free only when no owner is left: no request table references it, no lease pins it and
+no running read moves bytes into it. Every allocation raises the block's **generation**; whoever
+names an old one is stale. The pool decides and counts; it does not know where the bytes lie.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, MutableSequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_cache.hashing import BlockHash
+
+
+class BlockAccountingError(KVFerryError):
+    """An owner gave back what it did not hold, or wrote where it may not: a bug, named by block."""
+
+
+class OutOfBlocks(KVFerryError):
+    """Fewer free blocks than asked for; names both numbers."""
+
+
+class BlockState(Enum):
+    """OPEN: one request writes it. SEALED: its step has completed; never written again."""
+
+    FREE = "free"
+    OPEN = "open"
+    SEALED = "sealed"
+
+
+@dataclass(slots=True)
+class KVCacheBlock:
+    """One block's book-keeping. Only ``BlockPool`` changes it.
+
+    Attributes:
+        generation: number of times the block's content began anew.
+        ref_count: request tables that list the block.
+        num_pins: leases that keep it readable for a peer.
+        num_transfers: running reads that write into it.
+        num_tokens: filled slots, once sealed.
+        block_hash: chain hash, once sealed with one.
+        quarantined: a read into it could not be fenced; never used again.
+    """
+
+    block_id: int
+    generation: int = 0
+    state: BlockState = BlockState.FREE
+    ref_count: int = 0
+    num_pins: int = 0
+    num_transfers: int = 0
+    num_tokens: int = 0
+    block_hash: BlockHash | None = None
+    quarantined: bool = False
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether any owner is left."""
+        return bool(self.ref_count or self.num_pins or self.num_transfers)
+
+
+class BlockPool:
+    """Free list in eviction order (least recently freed first), and the owners' counts.
+
+    Args:
+        num_blocks: blocks in the pool.
+        generations: table of generation words, one per block, that readers in other processes
+            may see. The pool raises a block's word before anyone may write its next life.
+    """
+
+    def __init__(self, num_blocks: int, generations: MutableSequence[int] | None = None) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}, wanted at least 1")
+        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self._words: MutableSequence[int] = [0] * num_blocks if generations is None else generations
+        if len(self._words) != num_blocks:
+            raise ValueError(f"{len(self._words)} generation words for {num_blocks} blocks")
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, whatever their state."""
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without any owner."""
+        return len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether the block is on the free list."""
+        return block_id in self._free
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks, OPEN, each with one reference and a new generation.
+
+        All or nothing: raises OutOfBlocks and takes none when fewer are free.
+        """
+        if count > len(self._free):
+            raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} free")
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in taken:
+            block = self.blocks[block_id]
+            self._raise_generation(block)
+            block.ref_count = 1
+        return taken
+
+    def share(self, block_id: int) -> None:
+        """Add a reference to a block that has an owner."""
+        block = self.blocks[block_id]
+        if not block.is_owned:
+            raise BlockAccountingError(f"block {block_id} is shared but has no owner")
+        block.ref_count += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference of each block, given in table order; the tail is freed first."""
+        for block_id in reversed(list(block_ids)):
+            block = self.blocks[block_id]
+            if block.ref_count < 1:
+                raise BlockAccountingError(f"block {block_id} is released but not referenced")
+            block.ref_count -= 1
+            self._free_if_unowned(block)
+
+    def pin(self, block_id: int) -> None:
+        """Keep a sealed block readable for a lease."""
+        block = self.blocks[block_id]
+        if block.state is not BlockState.SEALED:
+            raise BlockAccountingError(f"block {block_id} is pinned while {block.state.value}")
+        block.num_pins += 1
+
+    def unpin(self, block_id: int) -> None:
+        """Drop a lease's pin."""
+        block = self.blocks[block_id]
+        if block.num_pins < 1:
+            raise BlockAccountingError(f"block {block_id} is unpinned but not pinned")
+        block.num_pins -= 1
+        self._free_if_unowned(block)
+
+    def begin_transfer(self, block_id: int) -> None:
+        """A read starts to write into the block; it stays owned until ``end_transfer``."""
+        block = self.blocks[block_id]
+        if block.state is not BlockState.OPEN:
+            raise BlockAccountingError(f"block {block_id} is a read's target while not open")
+        block.num_transfers += 1
+
+    def end_transfer(self, block_id: int) -> None:
+        """The read has ended or is fenced: no byte arrives from it any more."""
+        block = self.blocks[block_id]
+        if block.num_transfers < 1:
+            raise BlockAccountingError(f"block {block_id} ends a transfer that never began")
+        block.num_transfers -= 1
+        self._free_if_unowned(block)
+
+    def seal(self, block_id: int, num_tokens: int, block_hash: BlockHash | None = None) -> None:
+        """The step or read that filled the block has completed; it is not written again."""
+        block = self.blocks[block_id]
+        if block.state is not BlockState.OPEN:
+            raise BlockAccountingError(f"block {block_id} is sealed while {block.state.value}")
+        block.state = BlockState.SEALED
+        block.num_tokens = num_tokens
+        block.block_hash = block_hash
+
+    def can_reopen(self, block_id: int) -> bool:
+        """Whether a sealed block may be appended to in place: one reference, nothing else."""
+        block = self.blocks[block_id]
+        return block.ref_count == 1 and not block.num_pins and not block.num_transfers
+
+    def reopen(self, block_id: int) -> None:
+        """Begin a new life of a sealed block with its content kept, to append to it."""
+        if not self.can_reopen(block_id):
+            raise BlockAccountingError(f"block {block_id} is reopened while shared or pinned")
+        self._raise_generation(self.blocks[block_id])
+
+    def quarantine(self, block_id: int) -> None:
+        """Never use the block again in this process: a read into it may still be running."""
+        self.blocks[block_id].quarantined = True
+        self._free.pop(block_id, None)
+
+    def _raise_generation(self, block: KVCacheBlock) -> None:
+        block.generation += 1
+        self._words[block.block_id] = block.generation
+        block.state = BlockState.OPEN
+        block.num_tokens = 0
+        block.block_hash = None
+
+    def _free_if_unowned(self, block: KVCacheBlock) -> None:
+        if block.is_owned or block.quarantined:
+            return
+        block.state = BlockState.FREE
+        self._free[block.block_id] = None

@@ -1,0 +1,73 @@
+"""Chained block hashes: a block's identity covers everything before it.
+
+    H_i = BLAKE2b-128(H_{i-1} || tokens_i || extra)      H_{-1} covers model revision and salt
+
+Cryptographic on purpose: a collision would serve another tenant's KV. The encoding is canonical
+(little-endian int32, length-prefixed strings), so that every process computes the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+
+_HASH_BYTES = 16
+
+
+def root_hash(model: str, salt: str = "") -> BlockHash:
+    """The value before the first block: covers the model (name and revision) and tenant salt."""
+    digest = hashlib.blake2b(digest_size=_HASH_BYTES, person=b"kvferry-root-1")
+    for part in (model, salt):
+        encoded = part.encode()
+        digest.update(struct.pack("<I", len(encoded)) + encoded)
+    return BlockHash(digest.digest())
+
+
+def block_hash(previous: BlockHash, token_ids: Sequence[int], extra: bytes = b"") -> BlockHash:
+    """Hash of the block that holds ``token_ids`` after a chain ending in ``previous``.
+
+    ``extra`` is opaque (adapter, multimodal digest). Partial blocks hash too: their token count
+    is part of the encoding.
+    """
+    digest = hashlib.blake2b(previous, digest_size=_HASH_BYTES, person=b"kvferry-blk-1")
+    digest.update(struct.pack(f"<I{len(token_ids)}i", len(token_ids), *token_ids))
+    digest.update(struct.pack("<I", len(extra)) + extra)
+    return BlockHash(digest.digest())
+
+
+class HashChain:
+    """The block hashes of one token sequence, computed once per full block.
+
+    Invariant: ``full[i]`` is the hash of block ``i`` over the tokens first shown for it.
+    """
+
+    __slots__ = ("_block_size", "_root", "full")
+
+    def __init__(self, root: BlockHash, block_size: int) -> None:
+        self._root = root
+        self._block_size = block_size
+        self.full: list[BlockHash] = []
+
+    def at(self, block_index: int, token_ids: Sequence[int]) -> BlockHash:
+        """Hash of block ``block_index`` of ``token_ids``; partial if the tokens end inside it.
+
+        Args:
+            block_index: index of the block in the sequence.
+            token_ids: all tokens of the sequence, from position 0.
+        """
+        size = self._block_size
+        while len(self.full) < min(block_index + 1, len(token_ids) // size):
+            start = len(self.full) * size
+            self.full.append(block_hash(self._previous(), token_ids[start : start + size]))
+        if block_index < len(self.full):
+            return self.full[block_index]
+        if block_index * size >= len(token_ids):
+            raise IndexError(f"block {block_index} starts past the end ({len(token_ids)} tokens)")
+        return block_hash(self._previous(), token_ids[block_index * size :])
+
+    def _previous(self) -> BlockHash:
+        return self.full[-1] if self.full else self._root

@@ -1,0 +1,85 @@
+"""Channels: stamping and checking envelopes, the pure half of messaging.
+
+Owns the sequence numbers towards each peer and what has been heard from it, and refuses what is
+meant for, or comes from, another life. Knows no sockets and no message meanings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.worker.messages import Body, Envelope, NodeRef
+
+
+@dataclass(slots=True)
+class _Channel:
+    epoch: int
+    sent: int = 0
+    heard: int = 0
+
+
+class Channels:
+    """One node's channels to every peer it knows, keyed by node id.
+
+    A peer is known in one life at a time: ``know`` with a newer epoch begins its channel anew.
+    """
+
+    def __init__(self, own: NodeRef) -> None:
+        self.own = own
+        self.refused: Counter[str] = Counter()
+        self._channels: dict[str, _Channel] = {}
+
+    def know(self, peer: NodeRef) -> None:
+        """Accept messages from this life of a peer, and no longer from an earlier one."""
+        channel = self._channels.get(peer.node_id)
+        if channel is None or channel.epoch < peer.epoch:
+            self._channels[peer.node_id] = _Channel(peer.epoch)
+
+    def forget(self, peer: NodeRef) -> None:
+        """Refuse whatever still comes from this life of the peer; a newer life is welcome."""
+        channel = self._channels.get(peer.node_id)
+        if channel is not None and channel.epoch <= peer.epoch:
+            self._channels[peer.node_id] = _Channel(peer.epoch + 1)
+
+    def knows(self, peer: NodeRef) -> bool:
+        """Whether this life of the peer is the known one."""
+        channel = self._channels.get(peer.node_id)
+        return channel is not None and channel.epoch == peer.epoch
+
+    def stamp(self, receiver: NodeRef, body: Body) -> Envelope:
+        """Number a message to a peer."""
+        self.know(receiver)
+        channel = self._channels[receiver.node_id]
+        if channel.epoch != receiver.epoch:  # to a life that is over: sent, refused over there
+            return Envelope(self.own, receiver, 0, 0, body)
+        channel.sent += 1
+        return Envelope(self.own, receiver, channel.sent, channel.heard, body)
+
+    def stamp_heartbeat(self, receiver: NodeRef, body: Body) -> Envelope:
+        """A heartbeat: unnumbered, so that it may be sent by another thread."""
+        return Envelope(self.own, receiver, 0, 0, body)
+
+    def accept(self, envelope: Envelope, introduces: bool = False) -> bool:
+        """Check an arriving envelope's ends; count and refuse what is stale or unknown.
+
+        Args:
+            envelope: what has arrived.
+            introduces: the message may come from a sender not known yet.
+        """
+        if envelope.receiver != self.own:
+            self.refused["receiver"] += 1
+            return False
+        if introduces:
+            self.know(envelope.sender)
+        channel = self._channels.get(envelope.sender.node_id)
+        if channel is None or channel.epoch != envelope.sender.epoch:
+            self.refused["sender"] += 1
+            return False
+        channel.heard = max(channel.heard, envelope.seq)
+        return True
+
+    def last_sent(self, receiver: NodeRef) -> int:
+        """The number of the last message stamped for this life of a peer; 0 if none."""
+        channel = self._channels.get(receiver.node_id)
+        return channel.sent if channel and channel.epoch == receiver.epoch else 0

@@ -1,0 +1,477 @@
+"""The internal messages: what routers and workers say to each other.
+
+Frozen dataclasses, carried by one codec (``worker.codec``). Every message travels in an
+``Envelope`` that names both ends as (id, epoch): what is meant for, or comes from, another life
+is refused. All messages are idempotent; the periodic lists (``WantedList``, ``HeldList``,
+``PullList``) are the retransmission, so any single message may be lost, doubled or late.
+
+Positions are token positions. Durations are in seconds; no message carries a clock time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.engine.request import Attempt, RequestId, RequestSpec
+from kvferry.kv_transfer.connector import BlockRef, PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRef:
+    """A router or worker in one of its lives."""
+
+    node_id: str
+    epoch: int
+
+
+class Leg(StrEnum):
+    """The two halves of a request's work."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Role(StrEnum):
+    """What a worker serves; a colocated worker has both roles."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+# --- membership and load -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live worker, as the router tells the others."""
+
+    ref: NodeRef
+    roles: tuple[Role, ...]
+    address: str
+    peer_info: PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Router → worker: the router's address, and who is alive. Replaces the list before it."""
+
+    version: int
+    router_address: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterHeartbeat:
+    """Router → worker: the router lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """A worker's connection to one source; ``error`` is empty when the handshake is done."""
+
+    ref: NodeRef
+    connector: str
+    connected: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a worker holds, for placement and status."""
+
+    membership_version: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_reserved: int = 0
+    num_full: int = 0
+    num_preemptions: int = 0
+    stale_refused: int = 0
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    peers: tuple[PeerState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeartbeat:
+    """Worker → router: the worker lives, and its load. ``step_age_s`` tells a long step (which
+    is not a death) from a hung one; None between steps.
+    """
+
+    load: LoadReport
+    step_age_s: float | None = None
+
+
+# --- router → prefill worker ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """Compute the prompt's KV, sample token 1, and hand both to ``decode``.
+
+    Blocks before position ``missing_from`` are with the decode worker already.
+    """
+
+    spec: RequestSpec
+    attempt: Attempt
+    decode: NodeRef
+    missing_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLeg:
+    """Router → worker: this leg is no longer wanted, for whatever reason."""
+
+    request_id: RequestId
+    attempt: Attempt
+    leg: Leg
+
+
+# --- prefill worker → router ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStats:
+    """How the prefill went: the worker's own wait, its compute time, chunks, recomputation."""
+
+    queue_s: float
+    prefill_s: float
+    num_chunks: int
+    recomputed_prompt_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Token 1, one id per branch."""
+
+    request_id: RequestId
+    attempt: Attempt
+    token_ids: tuple[int, ...]
+    stats: PrefillStats
+
+
+class FailureCause(StrEnum):
+    """Why a leg failed; decides what the router does next."""
+
+    READER_GONE = "reader_gone"  # the decode worker does not know the request
+    STALLED = "stalled"  # the lease ended: the reader made no progress
+    TRANSFER = "transfer"  # blocks could not be read, within the retry budget
+    SOURCE_LOST = "source_lost"  # the prefill worker died with blocks unread
+    STEP = "step"  # the engine step raised
+    SHAPE = "shape"  # the request cannot be served here at all
+    ENDED = "ended"  # the attempt had already ended here
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """Worker → router: this leg has ended without success."""
+
+    request_id: RequestId
+    attempt: Attempt
+    leg: Leg
+    cause: FailureCause
+    message: str
+
+
+# --- router ↔ decode worker ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Hold blocks for the whole prompt. With ``prefill_here`` the decode worker computes it."""
+
+    spec: RequestSpec
+    attempt: Attempt
+    prefill_here: bool = False
+
+
+class ReserveOutcome(StrEnum):
+    """GRANTED, or FULL: a place is kept as long as the router's lists name it."""
+
+    GRANTED = "granted"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply:
+    """Decode worker → router. Positions from ``missing_from`` on must be prefilled and moved."""
+
+    request_id: RequestId
+    attempt: Attempt
+    outcome: ReserveOutcome
+    missing_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """What decode needs beside the blocks. Sampler state is a function of (params, tokens)."""
+
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    extras: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffRecord:
+    """Router → decode: the hand-off, when the prefill worker died after token 1."""
+
+    request_id: RequestId
+    attempt: Attempt
+    hand_off: HandOff
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """How the request's blocks came, as the decode worker measured it."""
+
+    connector: str
+    blocks_moved: int
+    bytes_moved: int
+    blocks_reused: int
+    reads_failed: int
+    blocks_before_last_chunk: int
+    transfer_s: float | None
+    transfer_exposed_s: float | None
+    first_use_setup_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStats:
+    """How decode went so far. ``prefill`` is set where this worker computed the prompt."""
+
+    decode_wait_s: float | None
+    first_step_s: float | None
+    num_preemptions: int
+    recomputed_prompt_tokens: int
+    transfer: TransferStats | None
+    prefill: PrefillStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one branch; ``first_index`` is the first one's output position."""
+
+    request_id: RequestId
+    attempt: Attempt
+    branch: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    stats: DecodeStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvents:
+    """Decode worker → router: all new tokens of one engine step, one message."""
+
+    events: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Router → decode: send this leg's tokens again from an output index (a gap was seen)."""
+
+    request_id: RequestId
+    attempt: Attempt
+    from_index: int
+
+
+# --- lists between router and worker -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WantedItem:
+    """A leg that the router still wants, and how many output tokens it has received."""
+
+    request_id: RequestId
+    attempt: Attempt
+    leg: Leg
+    tokens_received: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantedList:
+    """Router → worker, every period: all legs wanted there. What two lists in a row omit goes."""
+
+    items: tuple[WantedItem, ...]
+
+
+class LegState(StrEnum):
+    """A leg as its worker sees it."""
+
+    FULL = "full"
+    RESERVED = "reserved"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldItem:
+    """A leg that a worker holds for the router."""
+
+    request_id: RequestId
+    attempt: Attempt
+    leg: Leg
+    state: LegState
+    branch: int = 0
+    tokens_produced: int = 0
+    missing_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldList:
+    """Worker → router, every period: all legs held for it."""
+
+    items: tuple[HeldItem, ...]
+
+
+# --- prefill worker ↔ decode worker --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedBlock:
+    """A sealed, pinned block: where it is, which positions it holds, and what it must read as."""
+
+    start: int
+    num_tokens: int
+    ref: BlockRef
+    block_hash: bytes
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Prefill → decode: blocks ready to be read, and with the last ones the hand-off.
+
+    Repeated every period, from the first unacknowledged block on, until all is acknowledged.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    blocks: tuple[AnnouncedBlock, ...]
+    hand_off: HandOff | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Decode → prefill, cumulative: positions before ``verified_until`` are verified."""
+
+    request_id: RequestId
+    attempt: Attempt
+    verified_until: int
+    hand_off_received: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullRefused:
+    """Decode → prefill: no such request here; nothing was started."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """Prefill → decode: the blocks are no longer pinned."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class PullList:
+    """Decode → prefill, every period: the requests whose blocks are still wanted."""
+
+    items: tuple[Acknowledge, ...]
+
+
+# --- audit ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRequest:
+    """Router → worker: walk the pool now."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerReport:
+    """One owner of one block, as ``kv_cache.audit`` found it."""
+
+    kind: str
+    request_id: str
+    attempt: int
+    peer: str
+    lease_remaining_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """One block that is not free."""
+
+    block_id: int
+    generation: int
+    block_class: str
+    ref_count: int
+    num_tokens: int
+    block_hash: bytes | None
+    owners: tuple[OwnerReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Worker → router: the pool's audit; ``counts`` are (class, number) pairs."""
+
+    query_id: int
+    block_size: int
+    block_bytes: int
+    counts: tuple[tuple[str, int], ...]
+    problems: tuple[str, ...]
+    blocks: tuple[BlockReport, ...]
+
+
+Body = (
+    Membership
+    | RouterHeartbeat
+    | WorkerHeartbeat
+    | PrefillRequest
+    | CancelLeg
+    | PrefillDone
+    | LegFailed
+    | Reserve
+    | ReserveReply
+    | HandOffRecord
+    | TokenEvents
+    | Replay
+    | WantedList
+    | HeldList
+    | Announce
+    | Acknowledge
+    | PullRefused
+    | LeaseEnded
+    | PullList
+    | AuditRequest
+    | AuditReport
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message with both its ends.
+
+    ``seq`` numbers the sender's messages to this receiver from 1; 0 is a heartbeat, which no
+    list speaks of. ``heard`` is the highest ``seq`` of the receiver's that the sender had
+    handled when it wrote this: a list says nothing of what is newer.
+    """
+
+    sender: NodeRef
+    receiver: NodeRef
+    seq: int
+    heard: int
+    body: Body
