@@ -1,0 +1,278 @@
+"""The sections of the configuration file, their defaults and ranges, as frozen models.
+
+Owns every default that a user may set, once. Durations are written as ``1s``, ``500ms`` or a
+number of seconds and read as seconds (float); sizes are written as ``512MiB``, ``1GB`` or a number
+of bytes and read as bytes (int).
+
+Does not know where values come from: ``cluster.config`` reads files and overrides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+_DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SIZE_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
+
+
+def _quantity(value: object, units: Mapping[str, float], example: str) -> float:
+    """``value`` in the base unit; raises ValueError naming the units that are understood."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in units:
+        known = ", ".join(unit for unit in units if unit)
+        raise ValueError(f"wanted a number, or one with a unit such as {example} ({known})")
+    return float(match[1]) * units[match[2]]
+
+
+def parse_duration(value: object) -> float:
+    """Seconds in ``1s``, ``500ms`` or a number of seconds; finite and not negative."""
+    seconds = _quantity(value, _DURATION_UNITS, "500ms")
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ValueError("wanted a finite duration, not negative")
+    return seconds
+
+
+def parse_size(value: object) -> int:
+    """Bytes in ``512MiB``, ``1GB`` or a number of bytes; a whole number, not negative."""
+    size = _quantity(value, _SIZE_UNITS, "512MiB")
+    if not math.isfinite(size) or size < 0 or size != int(size):
+        raise ValueError("wanted a whole number of bytes, not negative")
+    return int(size)
+
+
+def _host_port(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError("wanted HOST:PORT, such as 127.0.0.1:50051 (port 0 picks a free one)")
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    """A mapping of the file: frozen, of exact types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``.
+
+    ``dtype`` auto is float32 on CPU. ``max_model_len`` in tokens; None: what the model states.
+    """
+
+    name: Text = "smollm2-135m-instruct"
+    path: Text | None = None
+    revision: Text | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: Count | None = None
+    served_name: Text | None = None
+
+
+class CacheConfig(_Section):
+    """The KV pool of each worker: its blocks, or the memory to divide into blocks.
+
+    With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
+    """
+
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    num_blocks: Count | None = None
+    memory: Annotated[Size, Field(ge=1)] | None = None
+    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class SchedulerConfig(_Section):
+    """Budgets of one engine step.
+
+    ``chunk_tokens`` is the most that one request may prefill in a step; ``watermark`` the share of
+    the pool that admission leaves free for growth.
+    """
+
+    max_num_seqs: Count = 32
+    max_num_batched_tokens: Count = 512
+    chunk_tokens: Count = 256
+    policy: Literal["fcfs"] = "fcfs"
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
+
+
+class RoleConfig(_Section):
+    """The workers of one role. None: ``replicas`` see ``Config.replicas``; ``threads`` a share of
+    the cores; ``num_blocks`` as in ``cache``.
+    """
+
+    replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    device: Literal["auto", "cpu"] = "auto"
+    num_blocks: Count | None = None
+
+
+class FaultsConfig(_Section):
+    """Faults to inject into transfers, for tests of a deployment. Shares are per block."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    delay: Duration = 0.0
+    drop: Share = 0.0
+    duplicate: Share = 0.0
+    reorder: Share = 0.0
+    corrupt: Share = 0.0
+    stall: Share = 0.0
+    die: Share = 0.0
+
+
+class TransferConfig(_Section):
+    """How blocks move and how workers and router say what they still want.
+
+    ``stall_limit`` bounds a lease whose reader makes no progress; ``max_in_flight_blocks`` is per
+    peer; ``checksum`` auto verifies every block.
+    """
+
+    connector: Literal["auto", "shm"] = "auto"
+    checksum: Literal["auto", "always", "never"] = "auto"
+    list_period: Annotated[Duration, Field(ge=0.01, le=60)] = 1.0
+    stall_limit: Annotated[Duration, Field(ge=0.1, le=3600)] = 30.0
+    heartbeat: Annotated[Duration, Field(ge=0.01, le=60)] = 0.5
+    max_in_flight_blocks: Count = 64
+    faults: FaultsConfig = FaultsConfig()
+
+
+class RouterConfig(_Section):
+    """The router's queue and its patience.
+
+    ``queue_limit`` in requests; ``prefill_window`` in tokens that a prefill worker may hold beyond
+    what it runs; ``worker_wait`` is how long requests wait for a worker of a missing role.
+    """
+
+    policy: Literal["least_loaded"] = "least_loaded"
+    queue_limit: Count = 1024
+    prefill_window: Count = 2048
+    worker_wait: Annotated[Duration, Field(le=3600)] = 30.0
+    heartbeat_timeout: Annotated[Duration, Field(ge=0.02, le=600)] = 1.5
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+
+
+class ServerConfig(_Section):
+    """The addresses that clients reach."""
+
+    grpc: HostPort = "127.0.0.1:50051"
+
+
+class RayConfig(_Section):
+    """The Ray cluster to join; with no ``address`` a local one is started."""
+
+    address: Text | None = None
+    namespace: Text = "kvferry"
+    object_store_memory: Annotated[Size, Field(ge=75 * 2**20)] = 100 * 2**20
+
+
+class LoggingConfig(_Section):
+    """What the processes log, to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    format: Literal["text", "json"] = "text"
+
+
+class DebugConfig(_Section):
+    """Checks that cost time."""
+
+    audit_every_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many workers of each role to start."""
+
+    prefill: int
+    decode: int
+    colocated: int
+
+
+class Config(_Section):
+    """The whole configuration; every section may be left out."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    colocated: RoleConfig = RoleConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    server: ServerConfig = ServerConfig()
+    ray: RayConfig = RayConfig()
+    logging: LoggingConfig = LoggingConfig()
+    debug: DebugConfig = DebugConfig()
+
+    def replicas(self) -> Replicas:
+        """Workers to start: 1 prefill and 1 decode, unless the counts say otherwise."""
+        colocated = self.colocated.replicas or 0
+        unsaid = 0 if colocated else 1
+        prefill, decode = self.prefill.replicas, self.decode.replicas
+        return Replicas(
+            prefill=unsaid if prefill is None else prefill,
+            decode=unsaid if decode is None else decode,
+            colocated=colocated,
+        )
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        scheduler, transfer, router = self.scheduler, self.transfer, self.router
+        count = self.replicas()
+        can_serve = count.colocated or (count.prefill and count.decode)
+        for fits, message in (
+            (
+                self.cache.num_blocks is None or self.cache.memory is None,
+                "cache.num_blocks and cache.memory are both given: keep one",
+            ),
+            (
+                scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
+                f"scheduler.max_num_batched_tokens: got {scheduler.max_num_batched_tokens}, wanted "
+                f"at least scheduler.max_num_seqs = {scheduler.max_num_seqs}: each running request "
+                "needs one token a step",
+            ),
+            (
+                scheduler.chunk_tokens <= scheduler.max_num_batched_tokens,
+                f"scheduler.chunk_tokens: got {scheduler.chunk_tokens}, wanted at most "
+                f"scheduler.max_num_batched_tokens = {scheduler.max_num_batched_tokens}",
+            ),
+            (
+                router.heartbeat_timeout >= 2 * transfer.heartbeat,
+                f"router.heartbeat_timeout: got {router.heartbeat_timeout:g} s, wanted at least "
+                f"two of transfer.heartbeat = {transfer.heartbeat:g} s",
+            ),
+            (
+                transfer.stall_limit >= 2 * transfer.list_period,
+                f"transfer.stall_limit: got {transfer.stall_limit:g} s, wanted at least two of "
+                f"transfer.list_period = {transfer.list_period:g} s",
+            ),
+            (
+                can_serve,
+                f"replicas: got {count.prefill} prefill, {count.decode} decode, {count.colocated} "
+                "colocated; wanted at least one prefill and one decode, or one colocated",
+            ),
+        ):
+            if not fits:
+                raise ValueError(message)
+        return self

@@ -1,0 +1,228 @@
+"""The configuration is checked whole before anything starts, and no key is silently ignored."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvferry.cluster.config import (
+    Config,
+    ConfigError,
+    Replicas,
+    load_config,
+    parse_duration,
+    parse_size,
+)
+from kvferry.kv_cache.errors import KVFerryError
+
+
+def load_text(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) -> Config:
+    file = tmp_path / "kvferry.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_config(file, overrides)
+
+
+def refusal(overrides: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    config = load_config()
+    assert config.cache.block_size == 16
+    assert config.scheduler.max_num_seqs == 32
+    assert config.scheduler.max_num_batched_tokens == 512
+    assert config.scheduler.chunk_tokens == 256
+    assert config.scheduler.watermark == 0.01
+    assert (config.transfer.list_period, config.transfer.stall_limit) == (1.0, 30.0)
+    assert (config.transfer.heartbeat, config.router.heartbeat_timeout) == (0.5, 1.5)
+    assert (config.router.worker_wait, config.router.max_attempts) == (30.0, 3)
+    assert (config.router.prefill_window, config.router.queue_limit) == (2048, 1024)
+    assert config.server.grpc == "127.0.0.1:50051"
+
+
+def test_file_is_read_and_overrides_stand_before_it(tmp_path: Path) -> None:
+    text = "cache: {block_size: 32, memory: 512MiB}\nrouter: {worker_wait: 500ms}\nprefill:\n"
+    config = load_text(tmp_path, text, {"cache.block_size": 8, "router.worker_wait": None})
+    assert config.cache.block_size == 8
+    assert config.cache.memory == 512 * 2**20
+    assert config.router.worker_wait == 0.5
+
+
+def test_override_of_one_alternative_takes_back_the_other(tmp_path: Path) -> None:
+    config = load_text(tmp_path, "model: {path: /models/a}\n", {"model.name": "b"})
+    assert (config.model.name, config.model.path) == ("b", None)
+    config = load_text(tmp_path, "cache: {memory: 1GiB}\n", {"cache.num_blocks": 64})
+    assert (config.cache.num_blocks, config.cache.memory) == (64, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cache: {blok_size: 16}", "cache.blok_size: unknown key; did you mean cache.block_size?"),
+        ("schduler: {}", "schduler: unknown key; did you mean scheduler?"),
+        ("block_size: 8", "block_size: unknown key; did you mean cache.block_size?"),
+        ("transfer: {faults: {corupt: 1}}", "did you mean transfer.faults.corrupt?"),
+        ("debug: {xyz: 1}", "debug.xyz: unknown key; debug has audit_every_step"),
+    ],
+)
+def test_unknown_key_names_its_path_and_the_nearest(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text)
+    assert message in str(caught.value)
+    assert "kvferry.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "slo.ttft",
+        "tenants.a",
+        "cache.prefix_caching",
+        "cache.host_tier",
+        "server.http",
+        "server.tls",
+        "router.replicas",
+        "transfer.read_timeout",
+    ],
+)
+def test_keys_of_later_versions_are_refused_by_name(key: str) -> None:
+    message = refusal({key: "1"})
+    assert "not supported yet in this version" in message
+    assert key.removesuffix(".ttft").removesuffix(".a") in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("model.dtype", "int8", "auto or float32 or bfloat16"),
+        ("transfer.connector", "tcp", "auto or shm"),
+        ("scheduler.policy", "priority", "fcfs"),
+        ("router.policy", "cost", "least_loaded"),
+        ("decode.device", "cuda", "auto or cpu"),
+    ],
+)
+def test_values_of_later_versions_are_refused_by_name(key: str, value: str, instead: str) -> None:
+    assert refusal({key: value}).endswith(
+        f"{key}: {value!r} is not supported yet in this version; use {instead}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cache.block_size", 0),
+        ("cache.block_size", "16"),
+        ("cache.block_size", True),
+        ("cache.memory", True),
+        ("cache.memory", "1.5B"),
+        ("scheduler.watermark", 1.0),
+        ("scheduler.watermark", float("nan")),
+        ("transfer.list_period", "1 fortnight"),
+        ("transfer.list_period", -1),
+        ("transfer.faults.corrupt", 1.5),
+        ("router.worker_wait", float("inf")),
+        ("router.max_attempts", 0),
+        ("server.grpc", "50051"),
+        ("server.grpc", "127.0.0.1:99999"),
+        ("ray.object_store_memory", "1MiB"),
+        ("logging.level", "loud"),
+        ("prefill.replicas", -1),
+        ("debug.audit_every_step", 1),
+        ("prefill", 3),
+    ],
+)
+def test_wrong_value_is_named_with_its_key(key: str, value: object) -> None:
+    assert f"{key}: got {value!r}: " in refusal({key: value})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"cache.num_blocks": 8, "cache.memory": "1GiB"}, "cache.memory"),
+        ({"scheduler.max_num_batched_tokens": 16, "scheduler.chunk_tokens": 8}, "max_num_seqs"),
+        ({"scheduler.chunk_tokens": 513}, "scheduler.max_num_batched_tokens = 512"),
+        ({"router.heartbeat_timeout": "900ms"}, "transfer.heartbeat = 0.5 s"),
+        ({"transfer.stall_limit": "1s"}, "transfer.list_period = 1 s"),
+        ({"prefill.replicas": 0}, "0 prefill, 1 decode"),
+        ({"decode.replicas": 0}, "1 prefill, 0 decode"),
+    ],
+)
+def test_values_that_contradict_each_other_are_named(overrides: dict[str, Any], named: str) -> None:
+    assert named in refusal(overrides)
+
+
+def test_all_wrong_values_are_named_at_once() -> None:
+    message = refusal({"cache.block_size": 0, "router.max_attempts": 0})
+    assert "cache.block_size" in message
+    assert "router.max_attempts" in message
+
+
+@pytest.mark.parametrize(
+    ("given_counts", "expected"),
+    [
+        ({}, Replicas(1, 1, 0)),
+        ({"prefill": 2}, Replicas(2, 1, 0)),
+        ({"colocated": 2}, Replicas(0, 0, 2)),
+        ({"colocated": 1, "prefill": 1}, Replicas(1, 0, 1)),
+        ({"colocated": 0}, Replicas(1, 1, 0)),
+    ],
+)
+def test_replicas_not_given_are_one_prefill_and_one_decode(
+    given_counts: dict[str, int], expected: Replicas
+) -> None:
+    overrides = {f"{role}.replicas": count for role, count in given_counts.items()}
+    assert load_config(None, overrides).replicas() == expected
+
+
+def test_durations_are_seconds_and_sizes_are_bytes() -> None:
+    assert [parse_duration(v) for v in ("1s", "500ms", "2m", 3, 0.25)] == [1, 0.5, 120, 3, 0.25]
+    assert [parse_size(v) for v in ("512MiB", "1GB", "1.5kB", 7)] == [512 * 2**20, 10**9, 1500, 7]
+
+
+@given(st.integers(0, 10**9))
+def test_quantities_read_back_what_was_written(number: int) -> None:
+    assert parse_duration(f"{number}ms") == pytest.approx(number / 1000)
+    assert parse_size(f"{number} MiB") == number * 2**20
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [", "- 1\n", "cache: {block_size: 1, block_size: 2}", "cache: !!python/name:os.x"]
+)
+def test_file_that_is_no_plain_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kvferry\.yaml"):
+        load_text(tmp_path, text)
+
+
+def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_config_error_is_ours_and_ends_with_exit_code_2() -> None:
+    assert issubclass(ConfigError, KVFerryError)
+    assert ConfigError.exit_code == 2
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        load_config().cache.block_size = 8
+
+
+def test_configuration_loads_neither_torch_nor_ray_nor_grpc() -> None:
+    code = (
+        "import sys, kvferry.cluster.config\n"
+        "print([name for name in ('torch', 'ray', 'grpc', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
