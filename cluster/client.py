@@ -1,0 +1,324 @@
+"""Python clients of ``kvferry.v1``: ``Client`` for threads, ``AsyncClient`` for asyncio.
+
+Both open one channel, give typed errors (``kvferry.cluster.errors``), and hold every stream to
+its contract: a repeated or missing index, or an end without the terminal event, raises
+StreamError instead of passing for success. Dropping or closing an unfinished stream cancels its
+request. Importing this loads neither torch nor ray.
+
+    with Client("127.0.0.1:50051") as client:
+        for event in client.generate("Once upon a time", max_tokens=32):
+            ...
+        print(client.generate_text("Once upon a time", max_tokens=32).text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack, cast
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvferry.cluster.client_stream import (
+    Completion,
+    Event,
+    GenerateOptions,
+    StreamChecker,
+    Transcript,
+    build_request,
+)
+from kvferry.cluster.errors import REQUEST_ID_KEY, StreamError, from_grpc, trailing_metadata
+from kvferry.protos import kvferry_pb2 as pb
+from kvferry.protos.kvferry_pb2_grpc import ClusterStub, InferenceStub
+
+if TYPE_CHECKING:
+    from kvferry.protos.kvferry_pb2_grpc import ClusterAsyncStub, InferenceAsyncStub
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGenerateStream",
+    "Client",
+    "Completion",
+    "Event",
+    "GenerateOptions",
+    "GenerateStream",
+]
+
+HEALTH_SERVICE = "kvferry.v1.Inference"
+DEFAULT_TIMEOUT_S = 10.0  # of calls that answer at once; streams have no default deadline
+
+# Refuse nothing for its size that the server sends, and notice a vanished server.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class GenerateStream:
+    """Iterates over the events of one request; ``request_id`` is known from the first one on.
+
+    A context manager; ``close``, and being dropped, cancel the request unless it has ended.
+    """
+
+    def __init__(
+        self, call: grpc.CallIterator[pb.GenerateResponse], checker: StreamChecker
+    ) -> None:
+        self._cancel: Callable[[], object] = call.cancel
+        self._responses = iter(call)
+        self._checker = checker
+
+    @property
+    def request_id(self) -> str:
+        """The server's id, or empty as long as the server has not answered."""
+        return self._checker.request_id
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        try:
+            return self._checker.check(next(self._responses))
+        except StopIteration:
+            self._checker.end()
+            raise
+        except grpc.RpcError as error:
+            self._checker.request_id = _request_id(error) or self.request_id
+            raise from_grpc(error) from error
+        except StreamError:
+            self._cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended; harmless otherwise."""
+        self._cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class AsyncGenerateStream:
+    """Like ``GenerateStream``, for ``async for`` and ``async with``."""
+
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
+        checker: StreamChecker,
+    ) -> None:
+        self._call = call
+        self._responses = call.__aiter__()
+        self._checker = checker
+
+    @property
+    def request_id(self) -> str:
+        """The server's id, or empty as long as the server has not answered."""
+        return self._checker.request_id
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        try:
+            return self._checker.check(await anext(self._responses))
+        except StopAsyncIteration:
+            self._checker.end()
+            raise
+        except grpc.RpcError as error:
+            self._checker.request_id = _request_id(error) or self.request_id
+            raise from_grpc(error) from error
+        except StreamError:
+            self._call.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended; harmless otherwise."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Client:
+    """A connection to one endpoint, for use from any thread.
+
+    ``clock`` gives seconds of a monotonic clock, for the client's own times.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._inference = InferenceStub(self._channel)
+        self._cluster = ClusterStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> GenerateStream:
+        """Start a request and iterate over its events: Accepted, Delta…, Finished.
+
+        Exactly one of ``prompt`` and, among the options, ``token_ids`` and ``chat`` is given.
+        Raises InvalidRequest at once; what the server refuses is raised from the iteration.
+        """
+        return self.stream(build_request(prompt, options), timeout_s=options.get("timeout_s"))
+
+    def stream(
+        self, request: pb.GenerateRequest, *, timeout_s: float | None = None
+    ) -> GenerateStream:
+        """Like ``generate``, for a request that is already built."""
+        call = self._inference.Generate(request, timeout=timeout_s)
+        return GenerateStream(call, StreamChecker(request.first_output_index))
+
+    def generate_text(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Run a request to its end; arguments as for ``generate``."""
+        transcript = Transcript(self._clock())
+        with self.generate(prompt, **options) as stream:
+            for event in stream:
+                transcript.add(event, self._clock())
+        return transcript.completion(stream.request_id)
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request by the server's id; whether the server knew it."""
+        return self._call(self._inference.Cancel, pb.CancelRequest(request_id=request_id)).found
+
+    def status(self) -> pb.StatusResponse:
+        """The cluster's workers, counters and readiness."""
+        return self._call(self._cluster.Status, pb.StatusRequest())
+
+    def audit(self, worker_id: str = "", *, include_blocks: bool = False) -> pb.AuditResponse:
+        """Recount every block, of one worker or (empty) of all."""
+        request = pb.AuditRequest(worker_id=worker_id, include_blocks=include_blocks)
+        return self._call(self._cluster.Audit, request)
+
+    def health(self) -> bool:
+        """Whether the inference service says that it is serving."""
+        request = health_pb2.HealthCheckRequest(service=HEALTH_SERVICE)
+        with _typed_errors():
+            response = self._health.Check(request, timeout=self._timeout_s)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self) -> None:
+        """Close the channel; running streams are cancelled."""
+        self._channel.close()
+
+    def _call(
+        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
+    ) -> _Response:
+        with _typed_errors():
+            return method(request, timeout=self._timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """Like ``Client``, for asyncio; to be made and used inside one running loop."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._inference = cast("InferenceAsyncStub", InferenceStub(self._channel))
+        self._cluster = cast("ClusterAsyncStub", ClusterStub(self._channel))
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerateStream:
+        """Start a request; see ``Client.generate``."""
+        return self.stream(build_request(prompt, options), timeout_s=options.get("timeout_s"))
+
+    def stream(
+        self, request: pb.GenerateRequest, *, timeout_s: float | None = None
+    ) -> AsyncGenerateStream:
+        """Like ``generate``, for a request that is already built."""
+        call = self._inference.Generate(request, timeout=timeout_s)
+        return AsyncGenerateStream(call, StreamChecker(request.first_output_index))
+
+    async def generate_text(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Run a request to its end; arguments as for ``generate``."""
+        transcript = Transcript(self._clock())
+        async with self.generate(prompt, **options) as stream:
+            async for event in stream:
+                transcript.add(event, self._clock())
+        return transcript.completion(stream.request_id)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancel a request by the server's id; whether the server knew it."""
+        request = pb.CancelRequest(request_id=request_id)
+        return (await self._call(self._inference.Cancel, request)).found
+
+    async def status(self) -> pb.StatusResponse:
+        """The cluster's workers, counters and readiness."""
+        return await self._call(self._cluster.Status, pb.StatusRequest())
+
+    async def audit(self, worker_id: str = "", *, include_blocks: bool = False) -> pb.AuditResponse:
+        """Recount every block, of one worker or (empty) of all."""
+        request = pb.AuditRequest(worker_id=worker_id, include_blocks=include_blocks)
+        return await self._call(self._cluster.Audit, request)
+
+    async def health(self) -> bool:
+        """Whether the inference service says that it is serving."""
+        request = health_pb2.HealthCheckRequest(service=HEALTH_SERVICE)
+        with _typed_errors():
+            response = await self._health.Check(request, timeout=self._timeout_s)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Close the channel; running streams are cancelled."""
+        await self._channel.close(None)
+
+    async def _call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
+    ) -> _Response:
+        with _typed_errors():
+            return await method(request, timeout=self._timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_grpc(error) from error
+
+
+def _request_id(error: grpc.RpcError) -> str:
+    return trailing_metadata(error).get(REQUEST_ID_KEY, "")

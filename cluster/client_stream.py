@@ -1,0 +1,248 @@
+"""What the clients share and what needs no network: requests, stream checks, completions.
+
+Pure: events and clock readings in, requests, events and completions out. Knows neither channels
+nor threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeAlias, TypedDict
+
+from kvferry.cluster.errors import StreamError
+from kvferry.engine.request import InvalidRequest
+from kvferry.protos import kvferry_pb2 as pb
+
+Event: TypeAlias = pb.Accepted | pb.Delta | pb.Finished
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters by name; what is left out takes the server's default."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+
+
+class GenerateOptions(Sampling, total=False):
+    """Everything that can be said of a request beside its prompt.
+
+    ``chat`` is a sequence of ``{"role": ..., "content": ...}``; ``request_id`` is the caller's
+    label, not the server's id; ``timeout_s`` is the deadline of the whole request.
+    """
+
+    token_ids: Sequence[int]
+    chat: Iterable[Mapping[str, str]]
+    model: str
+    request_id: str
+    echo_prompt_token_ids: bool
+    timeout_s: float
+
+
+def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
+    """One request; exactly one of ``prompt``, ``token_ids`` and ``chat`` is given.
+
+    Raises InvalidRequest, naming what was given or what cannot be encoded.
+    """
+    unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
+    if unknown:
+        raise InvalidRequest(f"unknown option {', '.join(unknown)}")
+    token_ids, chat = options.get("token_ids"), options.get("chat")
+    inputs = {"prompt": prompt, "token_ids": token_ids, "chat": chat}
+    given = [name for name, value in inputs.items() if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"got {' and '.join(given) or 'no input'}; give one of prompt, token_ids and chat"
+        )
+    sampling = {key: options[key] for key in Sampling.__annotations__ if key in options}
+    try:
+        request = pb.GenerateRequest(
+            request_id=options.get("request_id", ""),
+            model=options.get("model", ""),
+            text=prompt,
+            sampling=pb.SamplingParams(**sampling),
+            echo_prompt_token_ids=options.get("echo_prompt_token_ids", False),
+        )
+        if token_ids is not None:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+        if chat is not None:
+            messages = [pb.ChatMessage(**message) for message in chat]
+            request.chat.CopyFrom(pb.ChatInput(messages=messages))
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequest(f"the request cannot be encoded: {exc}") from exc
+    return request
+
+
+@dataclass(slots=True)
+class StreamChecker:
+    """Holds a stream to its contract.
+
+    Accepted comes first and once; per branch, deltas come with contiguous indexes, each index
+    exactly once, and then one Finished; the Finished with ``is_last`` is the last event of all,
+    and what it says was used equals what was received.
+    """
+
+    first_output_index: int = 0
+    request_id: str = ""
+    done: bool = False
+    _accepted: bool = False
+    _next_index: dict[int, int] = field(default_factory=dict)
+    _finished: set[int] = field(default_factory=set)
+
+    def check(self, response: pb.GenerateResponse) -> Event:
+        """The response's event. Raises StreamError, naming the value got and the one wanted."""
+        if self.done:
+            raise self._fault("an event came after the last one")
+        if self.request_id and response.request_id != self.request_id:
+            raise self._fault(f"an event of request {response.request_id!r} came")
+        self.request_id = response.request_id
+        kind = response.WhichOneof("event")
+        if kind == "accepted":
+            return self._check_accepted(response.accepted)
+        if not self._accepted:
+            raise self._fault(f"got {kind} before accepted")
+        if kind == "delta":
+            return self._check_delta(response.delta)
+        if kind == "finished":
+            return self._check_finished(response.finished)
+        raise self._fault("got a response without an event; is the server newer?")
+
+    def end(self) -> None:
+        """The stream has ended with status OK. Raises StreamError if it was not complete."""
+        if not self.done:
+            raise self._fault("the stream ended without its terminal event")
+
+    def _check_accepted(self, event: pb.Accepted) -> pb.Accepted:
+        if self._accepted:
+            raise self._fault("got accepted twice")
+        self._accepted = True
+        return event
+
+    def _check_delta(self, event: pb.Delta) -> pb.Delta:
+        if event.branch in self._finished:
+            raise self._fault(f"got a delta of branch {event.branch}, which has finished")
+        wanted = self._next_index.get(event.branch, self.first_output_index)
+        if event.index != wanted:
+            fault = "repeats" if event.index < wanted else "leaves out"
+            raise self._fault(
+                f"branch {event.branch} {fault} tokens: index {event.index} came, not {wanted}"
+            )
+        self._next_index[event.branch] = wanted + len(event.token_ids)
+        return event
+
+    def _check_finished(self, event: pb.Finished) -> pb.Finished:
+        if event.branch in self._finished:
+            raise self._fault(f"branch {event.branch} finished twice")
+        self._finished.add(event.branch)
+        self.done = event.is_last
+        received = self._next_index.get(event.branch, self.first_output_index)
+        only_branch = len(self._next_index) <= 1
+        if event.is_last and only_branch and event.usage.completion_tokens != received:
+            raise self._fault(
+                f"got {received} tokens, but usage says {event.usage.completion_tokens}"
+            )
+        return event
+
+    def _fault(self, fault: str) -> StreamError:
+        return StreamError(f"request {self.request_id or 'without id'}: {fault}")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished request as the client saw it (branch 0).
+
+    Attributes:
+        request_id: the server's id.
+        prompt_token_ids: empty unless ``echo_prompt_token_ids`` was asked for.
+        text, output_token_ids: what was streamed.
+        finished: the terminal event: reason, usage, timing, transfer, workers.
+        ttft_s: client's own time to the first token; None without tokens.
+        itl_s: client's own gaps between tokens; one fewer than tokens.
+        e2e_s: client's own time to the terminal event.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    output_token_ids: tuple[int, ...]
+    finished: pb.Finished
+    ttft_s: float | None
+    itl_s: tuple[float, ...]
+    e2e_s: float
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop``, ``length``, ``abort`` or ``error``."""
+        return self.finished.finish_reason
+
+    @property
+    def usage(self) -> pb.Usage:
+        """Tokens, as the front door counted them."""
+        return self.finished.usage
+
+    @property
+    def timing(self) -> pb.Timing:
+        """Times as the server measured them, in seconds."""
+        return self.finished.timing
+
+    @property
+    def transfer(self) -> pb.Transfer:
+        """What was moved from prefill to decode."""
+        return self.finished.transfer
+
+
+@dataclass(slots=True)
+class Transcript:
+    """Collects one stream's events with the times of their arrival.
+
+    ``started`` and ``now`` are readings of one monotonic clock, in seconds. After a failure it
+    still holds what had come.
+    """
+
+    started: float
+    prompt_tokens: int | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: pb.Finished | None = None
+    token_times: list[float] = field(default_factory=list)
+    ended: float = 0.0
+
+    def add(self, event: Event, now: float) -> None:
+        """Take in one checked event that arrived at ``now``."""
+        if isinstance(event, pb.Accepted):
+            self.prompt_tokens = event.prompt_tokens
+            self.prompt_token_ids = tuple(event.prompt_token_ids)
+        elif event.branch != 0:
+            return
+        elif isinstance(event, pb.Delta):
+            self.output_token_ids.extend(event.token_ids)
+            self.token_times.extend([now] * len(event.token_ids))
+            self.text += event.text
+        else:
+            self.finished = event
+            self.ended = now
+
+    def completion(self, request_id: str) -> Completion:
+        """The whole request. Raises StreamError if branch 0 has not finished."""
+        if self.finished is None:
+            raise StreamError(f"request {request_id}: branch 0 never finished")
+        times = self.token_times
+        return Completion(
+            request_id=request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            text=self.text,
+            output_token_ids=tuple(self.output_token_ids),
+            finished=self.finished,
+            ttft_s=times[0] - self.started if times else None,
+            itl_s=tuple(b - a for a, b in pairwise(times)),
+            e2e_s=self.ended - self.started,
+        )

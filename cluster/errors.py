@@ -1,0 +1,196 @@
+"""The tree of errors, and the one table that maps it to gRPC and HTTP statuses.
+
+Each class stands beside its cause; those that only the front door or a client can raise stand
+here::
+
+    KVFerryError                        kv_cache.errors
+    ├── InvalidRequest                  engine.request
+    │   └── PromptTooLong
+    ├── TransferFailed                  kv_transfer.connector
+    │   └── IncompatiblePeer
+    ├── UnknownModel
+    ├── UnknownRequest
+    ├── Unauthenticated
+    ├── PermissionDenied
+    ├── Overloaded                      carries retry_after_s
+    ├── NotReady
+    │   └── ClusterUnreachable          raised by clients
+    ├── WorkerLost
+    ├── RequestPoisoned
+    ├── Cancelled
+    ├── DeadlineExceeded
+    ├── PortUnavailable                 start-up
+    ├── Internal
+    │   └── StreamError                 raised by clients
+    ├── ConfigError                     cluster.config
+    └── ModelMissing                    engine.weights.store
+
+What crosses the wire is the status and three entries of trailing metadata: ``kvferry-error`` (the
+class name), ``kvferry-request-id`` and, for ``Overloaded``, ``retry-after-ms``. Knows neither
+torch nor ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from kvferry.engine.request import InvalidRequest, PromptTooLong
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_transfer.connector import TransferFailed
+
+ERROR_KEY = "kvferry-error"
+REQUEST_ID_KEY = "kvferry-request-id"
+RETRY_AFTER_KEY = "retry-after-ms"
+
+
+class UnknownModel(KVFerryError):
+    """The request names a model that this cluster does not serve; names both."""
+
+
+class UnknownRequest(KVFerryError):
+    """No request, or no worker, has this id."""
+
+
+class Unauthenticated(KVFerryError):
+    """The call carries no valid credentials."""
+
+
+class PermissionDenied(KVFerryError):
+    """The credentials do not allow this call."""
+
+
+class Overloaded(KVFerryError):
+    """The request was refused early because it could not be served in time.
+
+    ``retry_after_s`` says when a retry has a chance, in seconds; None where that is not known.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotReady(KVFerryError):
+    """A required role has no live worker yet, or none any more."""
+
+
+class ClusterUnreachable(NotReady):
+    """Nothing answers at the endpoint."""
+
+
+class WorkerLost(KVFerryError):
+    """The workers that served the request died and no successor came in time."""
+
+
+class RequestPoisoned(KVFerryError):
+    """Every attempt at the request killed or broke its worker; it is not tried again."""
+
+
+class Cancelled(KVFerryError):
+    """The request was cancelled."""
+
+
+class DeadlineExceeded(KVFerryError):
+    """The caller's deadline passed."""
+
+
+class PortUnavailable(KVFerryError):
+    """The address to listen on is taken or not ours; names it."""
+
+
+class Internal(KVFerryError):
+    """A fault of KVFerry itself."""
+
+
+class StreamError(Internal):
+    """A stream broke the contract: an index twice or left out, or no terminal event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What callers see of an error: gRPC status name and HTTP status code."""
+
+    grpc: str
+    http: int
+
+
+STATUS: dict[type[KVFerryError], Status] = {
+    InvalidRequest: Status("INVALID_ARGUMENT", 400),
+    PromptTooLong: Status("INVALID_ARGUMENT", 400),
+    UnknownModel: Status("NOT_FOUND", 404),
+    UnknownRequest: Status("NOT_FOUND", 404),
+    Unauthenticated: Status("UNAUTHENTICATED", 401),
+    PermissionDenied: Status("PERMISSION_DENIED", 403),
+    Overloaded: Status("RESOURCE_EXHAUSTED", 429),
+    NotReady: Status("UNAVAILABLE", 503),
+    WorkerLost: Status("UNAVAILABLE", 503),
+    RequestPoisoned: Status("ABORTED", 500),
+    Cancelled: Status("CANCELLED", 499),
+    DeadlineExceeded: Status("DEADLINE_EXCEEDED", 504),
+    TransferFailed: Status("INTERNAL", 500),
+    Internal: Status("INTERNAL", 500),
+}
+
+_BY_NAME = {cls.__name__: cls for cls in STATUS}
+
+# For statuses without our metadata: set by gRPC itself, or by something between us.
+_BY_STATUS: dict[str, type[KVFerryError]] = {
+    "UNAVAILABLE": ClusterUnreachable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": PermissionDenied,
+    "INVALID_ARGUMENT": InvalidRequest,
+}
+
+
+def public_class(exc: BaseException) -> type[KVFerryError]:
+    """The nearest ancestor of ``exc`` in the table; ``Internal`` for whatever has none."""
+    return next((cls for cls in type(exc).__mro__ if cls in STATUS), Internal)
+
+
+def status_of(exc: BaseException) -> Status:
+    """The row of the table that holds for ``exc``."""
+    return STATUS[public_class(exc)]
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcFailure:
+    """The three arguments of ``ServicerContext.abort``."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str], ...]
+
+
+def to_grpc(exc: BaseException, request_id: str = "") -> GrpcFailure:
+    """How a server reports ``exc``; errors that are not ours become ``Internal``."""
+    cls = public_class(exc)
+    metadata = [(ERROR_KEY, cls.__name__)]
+    if request_id:
+        metadata.append((REQUEST_ID_KEY, request_id))
+    if isinstance(exc, Overloaded) and exc.retry_after_s is not None:
+        metadata.append((RETRY_AFTER_KEY, str(max(0, round(exc.retry_after_s * 1000)))))
+    details = str(exc) if isinstance(exc, KVFerryError) else f"{type(exc).__name__}: {exc}"
+    return GrpcFailure(grpc.StatusCode[STATUS[cls].grpc], details, tuple(metadata))
+
+
+def trailing_metadata(error: grpc.RpcError) -> dict[str, str]:
+    """The text entries of a failed call's trailing metadata."""
+    return {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
+
+
+def from_grpc(error: grpc.RpcError) -> KVFerryError:
+    """The typed error that a client raises for a failed call: the inverse of ``to_grpc``."""
+    metadata = trailing_metadata(error)
+    status = error.code().name
+    details = error.details() or status
+    cls = _BY_NAME.get(metadata.get(ERROR_KEY, "")) or _BY_STATUS.get(status)
+    if cls is None:
+        return Internal(f"{status}: {details}")
+    if issubclass(cls, Overloaded):
+        milliseconds = metadata.get(RETRY_AFTER_KEY, "")
+        return cls(details, int(milliseconds) / 1000 if milliseconds.isdigit() else None)
+    return cls(details)
