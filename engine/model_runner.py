@@ -1,0 +1,232 @@
+"""The torch model runner: one process computes a step and samples from it.
+
+Owns the pool's tensor view and the batch buffers, which are allocated once and filled anew from
+the ``SchedulerOutput`` of each step. Does not know requests, block ownership, or why a sequence
+was scheduled.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.models.llama import AttentionInputs, LlamaModel
+from kvferry.engine.models.loading import TORCH_DTYPES
+from kvferry.engine.sampler import InvalidLogits, SampleKey, sample
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
+
+PoolBuffer = memoryview | bytearray | mmap.mmap | torch.Tensor
+
+
+class PoolMismatch(KVFerryError):
+    """The pool's memory does not fit its layout, or the layout the model; names both values."""
+
+
+class InvalidStep(KVFerryError):
+    """A step that cannot be computed as scheduled; names the sequence and the limit."""
+
+
+def peak_step_bytes(
+    model: LlamaModel, layout: KVCacheLayout, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """Upper estimate of the memory that one maximal step takes beside weights and pool.
+
+    Computed, not measured, so that it is known before the pool exists: the activations of one
+    layer, the KV gathered for one sequence of maximal length, its mask, and the logits.
+    """
+    config = model.config
+    width = model.dtype.itemsize
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projected = q_size + 2 * kv_size
+    attention = 4 * projected * width + 4 * q_size * 4  # fused qkv, rope's terms, fp32 queries
+    gated = 4 * config.ffn_size * width
+    norms = 3 * config.hidden_size * 4 + 3 * config.hidden_size * width
+    mask = 6 * config.max_model_len  # as booleans and as numbers, per query
+    activations = max_num_batched_tokens * (max(attention, gated) + norms + mask)
+    gathered = config.max_model_len * 2 * kv_size * (DTYPE_BYTES[layout.groups[0].dtype] + 4)
+    logits = config.vocab_size * (max_num_seqs * (width + 4) + 10 * 8)
+    return activations + gathered + logits
+
+
+class TorchModelRunner:
+    """Computes steps of one model on one pool; implements ``engine.batch.ModelRunner``.
+
+    Not thread-safe. ``pool`` is a view: what others write into the buffer is seen, and the reverse.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        pool_buffer: PoolBuffer,
+        layout: KVCacheLayout,
+        num_blocks: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+    ) -> None:
+        """Lay the pool over ``pool_buffer`` and allocate the batch buffers.
+
+        Args:
+            pool_buffer: ``num_blocks * layout.block_bytes()`` writable bytes, or a uint8 tensor.
+            max_num_batched_tokens, max_num_seqs: the largest step that will come.
+
+        Raises PoolMismatch.
+        """
+        self.model = model
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.pool = pool_tensor(pool_buffer, layout, num_blocks)
+        _check_layout(model, layout)
+        self._max_tokens = max_num_batched_tokens
+        self._max_seqs = max_num_seqs
+        max_blocks = layout.num_blocks_for(model.config.max_model_len)
+        self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
+        self._positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
+        self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
+        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
+        self._cu_seqlens = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
+        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
+
+    def profile_peak_bytes(self) -> int:
+        """Upper estimate in bytes of what one maximal step takes beside weights and pool."""
+        return peak_step_bytes(self.model, self.layout, self._max_tokens, self._max_seqs)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Copy blocks, write the KV of every scheduled position, sample where asked.
+
+        When it returns, the step's KV is in the pool.
+
+        Raises InvalidStep before anything is written, or InvalidLogits, whose ``rows`` are the
+        places in the batch of the sequences without a token, after the KV has been written.
+        """
+        sequences = output.sequences
+        num_tokens = self._fill(sequences)
+        self.model.kernels.copy_blocks(self.pool, output.copies)
+        if not sequences:
+            return RunnerOutput(())
+        hidden = self.model.forward(
+            self._input_ids[:num_tokens],
+            self._positions[:num_tokens],
+            self._attention_inputs(len(sequences), num_tokens),
+            self.pool,
+        )
+        return RunnerOutput(self._sample(sequences, hidden))
+
+    def _sample(
+        self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
+    ) -> tuple[int | None, ...]:
+        """Tokens in batch order; logits are computed for the sampled rows only."""
+        places = [place for place, seq in enumerate(sequences) if seq.sample]
+        tokens: list[int | None] = [None] * len(sequences)
+        if not places:
+            return tuple(tokens)
+        rows = self._cu_seqlens[1:][places] - 1
+        logits = self.model.logits(hidden.index_select(0, rows))
+        keys = [
+            SampleKey(seq.sampling, seq.branch, seq.output_index) for seq in sequences if seq.sample
+        ]
+        try:
+            sampled = sample(logits, keys)
+        except InvalidLogits as error:
+            raise InvalidLogits([places[row] for row in error.rows]) from error
+        for place, token in zip(places, sampled, strict=True):
+            tokens[place] = token
+        return tuple(tokens)
+
+    def _attention_inputs(self, num_seqs: int, num_tokens: int) -> AttentionInputs:
+        return AttentionInputs(
+            slot_mapping=self._slots[:num_tokens],
+            block_tables=self._tables[:num_seqs],
+            cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
+            seq_lens=self._seq_lens[:num_seqs],
+        )
+
+    def _fill(self, sequences: Sequence[ScheduledSequence]) -> int:
+        """Write the batch into the buffers; the number of its tokens. Raises InvalidStep."""
+        num_seqs = len(sequences)
+        num_tokens = sum(len(seq.token_ids) for seq in sequences)
+        if num_tokens > self._max_tokens or num_seqs > self._max_seqs:
+            raise InvalidStep(
+                f"a step of {num_tokens} tokens in {num_seqs} sequences, wanted at most "
+                f"{self._max_tokens} in {self._max_seqs}: the scheduler's limits must not "
+                "exceed the runner's"
+            )
+        input_ids, tables = self._input_ids.numpy(), self._tables.numpy()
+        cu_seqlens = self._cu_seqlens.numpy()
+        first = 0
+        for place, seq in enumerate(sequences):
+            self._check_sequence(place, seq)
+            last = first + len(seq.token_ids)
+            input_ids[first:last] = seq.token_ids
+            used = seq.block_table[: self.layout.num_blocks_for(seq.start + last - first)]
+            tables[place, : len(used)] = used
+            first = cu_seqlens[place + 1] = last
+        self._fill_places(np.array([seq.start for seq in sequences], dtype=np.int64), num_tokens)
+        return num_tokens
+
+    def _fill_places(self, starts: np.ndarray, num_tokens: int) -> None:
+        """Positions, slots and lengths of all tokens at once. ``starts``: [num_seqs]"""
+        num_seqs = len(starts)
+        cu_seqlens = self._cu_seqlens.numpy()[: num_seqs + 1].astype(np.int64)
+        lengths = np.diff(cu_seqlens)
+        self._seq_lens.numpy()[:num_seqs] = starts + lengths
+        places = np.repeat(np.arange(num_seqs), lengths)
+        positions = np.arange(num_tokens) - np.repeat(cu_seqlens[:-1] - starts, lengths)
+        blocks, offsets = np.divmod(positions, self.layout.block_size)
+        self._positions.numpy()[:num_tokens] = positions
+        block_ids = self._tables.numpy()[places, blocks].astype(np.int64)
+        self._slots.numpy()[:num_tokens] = block_ids * self.layout.block_size + offsets
+
+    def _check_sequence(self, place: int, seq: ScheduledSequence) -> None:
+        seq_len = seq.start + len(seq.token_ids)
+        limit = self.model.config.max_model_len
+        if not seq.token_ids or seq.start < 0 or seq_len > limit:
+            raise InvalidStep(
+                f"sequence {place} of the batch covers positions {seq.start} to {seq_len}, wanted "
+                f"at least one position, all within 0 to {limit}"
+            )
+        needed = self.layout.num_blocks_for(seq_len)
+        used = seq.block_table[:needed]
+        if len(used) < needed or min(used) < 0 or max(used) >= self.num_blocks:
+            raise InvalidStep(
+                f"sequence {place} of the batch has block table {list(used)}, wanted {needed} "
+                f"blocks for {seq_len} positions, ids below {self.num_blocks}"
+            )
+
+
+def pool_tensor(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
+    """The pool as ``[num_blocks, layers, planes, heads, slots, dim]``, without a copy.
+
+    Raises PoolMismatch if ``buffer`` is not writable or has another size.
+    """
+    if isinstance(buffer, torch.Tensor):
+        raw = buffer.view(torch.uint8).view(-1)
+    else:
+        with memoryview(buffer) as view:
+            if view.readonly:
+                raise PoolMismatch("the pool's buffer is read-only, wanted a writable one")
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+    wanted = num_blocks * layout.block_bytes()
+    if raw.numel() != wanted:
+        raise PoolMismatch(
+            f"the pool's buffer has {raw.numel()} bytes, wanted {wanted} for {num_blocks} blocks "
+            f"of {layout.block_bytes()} bytes"
+        )
+    return raw.view(TORCH_DTYPES[layout.groups[0].dtype]).view(num_blocks, *layout.block_shape())
+
+
+def _check_layout(model: LlamaModel, layout: KVCacheLayout) -> None:
+    config = model.config
+    wanted = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
+    shape = layout.block_shape()
+    found = (*shape[:3], shape[4])
+    if len(layout.groups) != 1 or found != wanted:
+        raise PoolMismatch(
+            f"the layout has {len(layout.groups)} groups, layers, planes, heads and dim {found}, "
+            f"wanted 1 group of {wanted} for model {config.name!r}"
+        )

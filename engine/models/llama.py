@@ -1,0 +1,202 @@
+"""The Llama family of decoders (Llama, Qwen2) over a paged KV pool, in torch.
+
+Owns the order of operations of one forward pass. Knows neither sequences nor requests: it sees
+flat tokens, their positions and slots, and calls a family of kernels for everything that is not a
+matrix product. Weights come fused from ``engine.models.loading``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from kvferry.engine.models.config import ModelConfig
+from kvferry.kernels import reference
+
+
+class Kernels(Protocol):
+    """What a family of kernels provides; ``kvferry.kernels.reference`` says what each does."""
+
+    def write_kv(
+        self,
+        pool: torch.Tensor,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        block_tables: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        softmax_scale: float,
+    ) -> torch.Tensor: ...
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def rope_tables(
+        self, positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; every matrix is ``[out, in]``.
+
+    Attributes:
+        input_norm, post_attention_norm: ``[hidden_size]``.
+        qkv: ``[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]``, q, k, v in this order.
+        qkv_bias: ``[(num_heads + 2 * num_kv_heads) * head_dim]``, or None.
+        output: ``[hidden_size, num_heads * head_dim]``.
+        gate_up: ``[2 * ffn_size, hidden_size]``, gate first.
+        down: ``[hidden_size, ffn_size]``.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    output: torch.Tensor
+    post_attention_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """All weights, of one dtype.
+
+    Attributes:
+        embedding: ``[vocab_size, hidden_size]``.
+        layers: one per decoder layer.
+        final_norm: ``[hidden_size]``.
+        head: ``[vocab_size, hidden_size]``; the same tensor as ``embedding`` when tied.
+    """
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+
+    def num_bytes(self) -> int:
+        """Bytes of all weights; a tied head counts once."""
+        tensors = [self.embedding, self.final_norm]
+        if self.head is not self.embedding:
+            tensors.append(self.head)
+        for layer in self.layers:
+            tensors += [layer.input_norm, layer.qkv, layer.output, layer.post_attention_norm]
+            tensors += [layer.gate_up, layer.down]
+            tensors += [] if layer.qkv_bias is None else [layer.qkv_bias]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Where the tokens of one step stand, and where their KV lies.
+
+    Attributes:
+        slot_mapping: slot of each token, ``block_id * block_size + offset``.  [num_tokens] int64
+        block_tables: [num_seqs, max_blocks]; see ``kernels.reference.paged_attention``.
+        cu_seqlens_q: cumulative query lengths from 0.  [num_seqs + 1]
+        seq_lens: valid positions of each sequence, this step's tokens included.  [num_seqs]
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class LlamaModel:
+    """A decoder: token ids in, hidden states out, KV written into the pool on the way."""
+
+    def __init__(
+        self, config: ModelConfig, weights: LlamaWeights, kernels: Kernels = reference
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return self.weights.embedding.dtype
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute one step and write its KV.
+
+        Args:
+            input_ids: [num_tokens] integers, the sequences one after the other.
+            positions: [num_tokens] integers.
+            attention: where the tokens stand.
+            pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+
+        Returns:
+            Hidden states before the final norm.  [num_tokens, hidden_size]
+        """
+        config, kernels = self.config, self.kernels
+        cos, sin = kernels.rope_tables(positions, config.head_dim, config.rope_theta, self.dtype)
+        hidden = F.embedding(input_ids, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
+            normed = kernels.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            hidden = hidden + self._attention(index, normed, cos, sin, attention, pool)
+            normed = kernels.rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
+            hidden = hidden + F.linear(
+                kernels.silu_mul(F.linear(normed, layer.gate_up)), layer.down
+            )
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32  [num_rows, vocab_size], of rows of ``forward``'s result."""
+        normed = self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+        return F.linear(normed, self.weights.head).float()
+
+    def _attention(
+        self,
+        index: int,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: AttentionInputs,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        """The attention half of layer ``index``: [num_tokens, hidden_size] to the same."""
+        config, kernels, layer = self.config, self.kernels, self.weights.layers[index]
+        num_tokens = normed.shape[0]
+        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim)
+        num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
+        rotated = kernels.rope(heads[:, :num_rotated], cos, sin)
+        q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_rotated:]
+        kernels.write_kv(pool, index, k, v, attention.slot_mapping)
+        attended = kernels.paged_attention(
+            q,
+            pool,
+            index,
+            attention.block_tables,
+            attention.cu_seqlens_q,
+            attention.seq_lens,
+            config.head_dim**-0.5,
+        )
+        return F.linear(attended.view(num_tokens, -1), layer.output)

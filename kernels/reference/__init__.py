@@ -1,0 +1,22 @@
+"""The reference kernel family in plain torch: the oracle for every other family.
+
+The pool is one tensor ``[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]``
+with K in plane 0 and V in plane 1; a slot number is ``block_id * block_size + offset``. Knows
+tensors and slots; does not know who owns a block, requests, or model configurations.
+"""
+
+from __future__ import annotations
+
+from kvferry.kernels.reference.attention import paged_attention
+from kvferry.kernels.reference.cache import copy_blocks, write_kv
+from kvferry.kernels.reference.layers import rms_norm, rope, rope_tables, silu_mul
+
+__all__ = [
+    "copy_blocks",
+    "paged_attention",
+    "rms_norm",
+    "rope",
+    "rope_tables",
+    "silu_mul",
+    "write_kv",
+]

@@ -1,0 +1,71 @@
+"""Varlen paged attention: prefill chunks and decode steps in one call.
+
+One sequence at a time: its blocks are gathered with one ``index_select`` and cut at ``seq_len``,
+so nothing behind the last valid slot, and no other sequence of the batch, can enter a result.
+On a CPU this is as fast as one padded batch, whose gather costs more than the calls it saves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Causal attention of each sequence's queries over its KV, whose slots are already written.
+
+    The queries of sequence ``s`` are rows ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]`` of ``q`` and
+    stand at its last positions, ``seq_lens[s] - query_len : seq_lens[s]``. Query head ``h`` reads
+    KV head ``h // (num_heads // num_kv_heads)``. Scores and sums are computed in float32.
+
+    Args:
+        q: ``[num_tokens, num_heads, head_dim]``.
+        pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+        layer: layer index within the pool.
+        block_tables: ``[num_seqs, max_blocks]`` int32 or int64; entries behind the block of
+            position ``seq_len - 1`` are not read and may hold anything.
+        cu_seqlens_q: ``[num_seqs + 1]``, cumulative query lengths from 0.
+        seq_lens: ``[num_seqs]``, valid positions, queries included.
+        softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``q``.
+    """
+    out = torch.empty_like(q)
+    block_size = pool.shape[4]
+    blocks_last = pool[:, layer].permute(1, 2, 0, 3, 4)  # [2, kv_heads, num_blocks, slots, dim]
+    bounds = cu_seqlens_q.tolist()
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        first, last = bounds[seq], bounds[seq + 1]
+        if first == last:
+            continue
+        table = block_tables[seq, : -(-seq_len // block_size)]
+        kv = blocks_last.index_select(2, table).flatten(2, 3)[:, :, :seq_len].float()
+        out[first:last] = _attend(q[first:last].float(), kv, softmax_scale)
+    return out
+
+
+def _attend(q: torch.Tensor, kv: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """One sequence: q ``[query_len, heads, dim]``, kv ``[2, kv_heads, seq_len, dim]``, float32."""
+    query_len, num_heads, head_dim = q.shape
+    _, num_kv_heads, seq_len, _ = kv.shape
+    group = num_heads // num_kv_heads
+    grouped = q.view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1)  # [kv_heads, group, seq_len, dim], shared
+    is_whole = query_len == seq_len
+    mask = None
+    if query_len > 1 and not is_whole:
+        mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device)
+        mask = mask.tril(seq_len - query_len)
+    attended = F.scaled_dot_product_attention(
+        grouped, k, v, attn_mask=mask, is_causal=is_whole, scale=softmax_scale
+    )
+    return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)

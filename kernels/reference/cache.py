@@ -1,0 +1,44 @@
+"""Writing KV into the pool and copying whole blocks inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+K_PLANE, V_PLANE = 0, 1
+
+
+def write_kv(
+    pool: torch.Tensor,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store the keys and values of one layer; touches no slot outside ``slot_mapping``.
+
+    Args:
+        pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, written in place.
+        layer: layer index within the pool.
+        k, v: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype.
+        slot_mapping: ``[num_tokens]`` int64, distinct slots.
+    """
+    block_size = pool.shape[4]
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offsets = slot_mapping - blocks * block_size
+    planes = pool[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    planes[blocks, K_PLANE, :, offsets] = k.to(pool.dtype)
+    planes[blocks, V_PLANE, :, offsets] = v.to(pool.dtype)
+
+
+def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks, all layers; ``pairs`` are (source block id, target block id).
+
+    Targets are distinct. Every source is read before any target is written, so a block may be
+    both source and target.
+    """
+    if not pairs:
+        return
+    sources, targets = (torch.tensor(ids, device=pool.device) for ids in zip(*pairs, strict=True))
+    pool.index_copy_(0, targets, pool.index_select(0, sources))
