@@ -1,0 +1,1 @@
+"""Checks of the house itself: floors, names, packaging, the list of traps."""
