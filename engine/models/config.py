@@ -145,6 +145,12 @@ class ModelConfig:
         )
 
 
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end the output of the model in ``folder``, without reading the rest."""
+    generation = _read_json(folder / "generation_config.json", optional=True)
+    return _eos_token_ids(_read_json(folder / "config.json"), generation)
+
+
 def content_revision(folder: Path) -> str:
     """Identity of a folder's content: ``sha256:`` and 32 hex digits.
 

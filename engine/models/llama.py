@@ -28,7 +28,9 @@ class Kernels(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> None: ...
+    ) -> None:
+        """Store keys and values in the pool."""
+        ...
 
     def paged_attention(
         self,
@@ -39,19 +41,31 @@ class Kernels(Protocol):
         cu_seqlens_q: torch.Tensor,
         seq_lens: torch.Tensor,
         softmax_scale: float,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Causal attention of a batch of chunks through block tables."""
+        ...
 
-    def copy_blocks(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None: ...
+    def copy_blocks(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks inside the pool."""
+        ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root-mean-square norm."""
+        ...
 
     def rope_tables(
         self, positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotary embedding."""
+        ...
 
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding."""
+        ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Gated activation."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

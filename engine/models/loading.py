@@ -69,6 +69,7 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
     """The layout of a pool for ``config``: one group with every layer, one rank.
 
     Args:
+        config: the model.
         block_size: positions per block.
         kv_dtype: element type, a key of ``kv_cache.layout.DTYPE_BYTES``.
     """

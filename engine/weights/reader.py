@@ -16,9 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvferry.engine.models.config import DamagedModel, ModelError
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from kvferry.engine.weights.files import INDEX_FILE, SINGLE_FILE
 
 
 class MissingTensor(ModelError):

@@ -1,0 +1,141 @@
+"""Text to token ids and back, for a folder in Hugging Face layout.
+
+Owns the vocabulary and what each token's text is in bytes. Does not know chat markup
+(``engine.chat``) or streams (``engine.detokenizer``); imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from kvferry.engine.models.config import DamagedModel, UnsupportedModel, read_eos_token_ids
+from kvferry.engine.request import InvalidRequest
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class TextRule(Enum):
+    """How a sequence of tokens becomes text."""
+
+    BYTE_LEVEL = "byte_level"  # each character of a token is one byte; UTF-8 over all of them
+    BYTE_FALLBACK = "byte_fallback"  # SentencePiece: ``▁`` is a space, ``<0xAB>`` one byte
+
+
+class Tokenizer:
+    """The tokenizer of one model folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises DamagedModel for a missing or malformed file, UnsupportedModel for its kind."""
+        path = Path(folder) / TOKENIZER_FILE
+        try:
+            text = path.read_text(encoding="utf-8")
+            decoder = json.loads(text).get("decoder")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DamagedModel(f"{path}: cannot be read ({error})") from error
+        self._fast = _load(path, text)
+        self.text_rule, self.strips_leading_space = _text_rule(path, decoder)
+        self.eos_token_ids = read_eos_token_ids(Path(folder))
+        self.special_ids = frozenset(
+            index for index, token in self._fast.get_added_tokens_decoder().items() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens with a text; the model's matrices may have more rows."""
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; no token is prepended, markup of special tokens is recognised.
+
+        Raises InvalidRequest for text that is not Unicode (lone surrogates).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"text: not valid Unicode ({error}); send whole UTF-8") from error
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it, or None for an id without text."""
+        token: str | None = self._fast.id_to_token(token_id)
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to the text; empty for an id without text."""
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.text_rule is TextRule.BYTE_LEVEL:
+            return byte_level_bytes(token)
+        byte = fallback_byte(token)
+        return token.replace("▁", " ").encode() if byte is None else bytes([byte])
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, turned round."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(rest)
+    }
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token; a token with a character outside the alphabet is UTF-8."""
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def fallback_byte(token: str) -> int | None:
+    """The byte that a ``<0xAB>`` token stands for, else None."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return int(token[3:5], 16)
+        except ValueError:
+            return None
+    return None
+
+
+def _load(path: Path, text: str) -> FastTokenizer:
+    try:
+        return FastTokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower than Exception
+        raise DamagedModel(f"{path}: not a tokenizer ({error})") from error
+
+
+_REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_FALLBACK = [_REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+
+
+def _text_rule(path: Path, decoder: Any) -> tuple[TextRule, bool]:
+    """The decoder's rule, and whether it takes one space off the beginning of the text."""
+    kind = decoder.get("type") if isinstance(decoder, dict) else None
+    if kind == "ByteLevel":
+        return TextRule.BYTE_LEVEL, False
+    steps = decoder.get("decoders") if kind == "Sequence" else None
+    if steps == _FALLBACK:
+        return TextRule.BYTE_FALLBACK, False
+    if steps == [*_FALLBACK, _STRIP]:
+        return TextRule.BYTE_FALLBACK, True
+    raise UnsupportedModel(
+        f"{path}: decoder {kind!r} is not supported; wanted ByteLevel, or SentencePiece's "
+        "Replace, ByteFallback, Fuse (and Strip)"
+    )

