@@ -1,0 +1,31 @@
+"""What every test relies on: a quiet, offline environment and deterministic property tests.
+
+Set before any test module is imported, because libraries read these variables when they load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+# Nothing in the suite may reach out: models come from the local cache or from the package index.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# On a shared machine a slow example says nothing about the code. The same examples every time: a
+# red run is a finding and can be repeated; `--hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile("kvferry", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile("kvferry")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command line reads these; a developer's shell must not change what a test sees."""
+    for name in ("KVFERRY_ENDPOINT", "KVFERRY_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    yield
