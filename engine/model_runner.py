@@ -70,9 +70,8 @@ class TorchModelRunner:
     ) -> None:
         """Lay the pool over ``pool_buffer`` and allocate the batch buffers.
 
-        Args:
-            pool_buffer: ``num_blocks * layout.block_bytes()`` writable bytes, or a uint8 tensor.
-            max_num_batched_tokens, max_num_seqs: the largest step that will come.
+        ``pool_buffer`` is ``num_blocks * layout.block_bytes()`` writable bytes, or a tensor of
+        them; ``max_num_batched_tokens`` and ``max_num_seqs`` bound every step that will come.
 
         Raises PoolMismatch.
         """

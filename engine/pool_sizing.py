@@ -50,7 +50,9 @@ def size_pool(
     Args:
         memory_limit_bytes: what the machine or the control group allows, all workers together.
         share: this worker's part of it, in (0, 1].
-        weights_bytes, peak_step_bytes, reserve_bytes: what the worker needs beside the pool.
+        weights_bytes: the model's weights.
+        peak_step_bytes: what a maximal step takes beside weights and pool.
+        reserve_bytes: for everything else in the process.
         block_bytes: bytes of one block.
         useful_blocks: blocks that ``max_num_seqs`` requests of maximal length fill.
         requested_memory: bytes of the pool asked for (``cache.memory``).

@@ -67,6 +67,7 @@ class Temperature:
     temperature: float
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale all logits."""
         return logits / self.temperature
 
 
@@ -77,6 +78,7 @@ class TopK:
     k: int
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Remove what is smaller than the k-th largest."""
         smallest = logits.topk(min(self.k, logits.shape[-1])).values[-1]
         return logits.masked_fill(logits < smallest, -torch.inf)
 
@@ -91,6 +93,7 @@ class TopP:
     p: float
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Remove the tail of the distribution."""
         ids, mass, total = _likeliest(logits, self.p)
         num_kept = int((mass < self.p * total).sum()) + 1
         kept = ids[:num_kept]

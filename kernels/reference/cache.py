@@ -21,7 +21,8 @@ def write_kv(
     Args:
         pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, written in place.
         layer: layer index within the pool.
-        k, v: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype.
+        k: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype.
+        v: the same shape.
         slot_mapping: ``[num_tokens]`` int64, distinct slots.
     """
     block_size = pool.shape[4]

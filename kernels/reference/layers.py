@@ -31,6 +31,7 @@ def rope_tables(
         positions: ``[num_tokens]`` integers.
         head_dim: even; the embedding covers all of it.
         theta: base of the frequencies ``theta ** (-2i / head_dim)``.
+        dtype: of the result.
 
     Returns:
         cos and sin, ``[num_tokens, 1, head_dim]`` in ``dtype``; both halves hold the same angles.
@@ -47,7 +48,8 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: ``[num_tokens, num_heads, head_dim]``.
-        cos, sin: from ``rope_tables``.
+        cos: from ``rope_tables``.
+        sin: from ``rope_tables``.
     """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
