@@ -27,14 +27,14 @@ demo: $(INSTALLED)
 	@$(BIN)/kvferry demo $(ARGS)
 
 test: $(INSTALLED_DEV)
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
 	@$(BIN)/python -m pytest
 
 format: $(INSTALLED_DEV)
-	@$(BIN)/ruff check --fix .
-	@$(BIN)/ruff format .
+	@$(BIN)/python -m ruff check --fix .
+	@$(BIN)/python -m ruff format .
 
 # From the root with -I., so that the generated modules import each other as kvferry.protos.*
 proto: $(INSTALLED_DEV)
