@@ -67,7 +67,7 @@ def _host_port(value: str) -> str:
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -130,16 +130,19 @@ class RoleConfig(_Section):
 
 
 class FaultsConfig(_Section):
-    """Faults to inject into transfers, for tests of a deployment. Shares are per block."""
+    """Faults to inject into transfers, for trying out a deployment.
+
+    All but ``seed`` and ``delay`` are probabilities; ``kv_transfer.faults`` says of what.
+    """
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     delay: Duration = 0.0
-    drop: Share = 0.0
-    duplicate: Share = 0.0
-    reorder: Share = 0.0
-    corrupt: Share = 0.0
-    stall: Share = 0.0
-    die: Share = 0.0
+    drop: Probability = 0.0
+    duplicate: Probability = 0.0
+    reorder: Probability = 0.0
+    corrupt: Probability = 0.0
+    stall: Probability = 0.0
+    die: Probability = 0.0
 
 
 class TransferConfig(_Section):

@@ -21,6 +21,7 @@ from kvferry.cluster.config import (
     parse_size,
 )
 from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_transfer.faults import FaultPlan
 
 
 def load_text(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) -> Config:
@@ -212,6 +213,12 @@ def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
 def test_config_error_is_ours_and_ends_with_exit_code_2() -> None:
     assert issubclass(ConfigError, KVFerryError)
     assert ConfigError.exit_code == 2
+
+
+def test_fault_settings_are_those_that_the_transfer_injects() -> None:
+    config = load_config(None, {"transfer.faults.corrupt": 0.5, "transfer.faults.delay": "5ms"})
+    plan = FaultPlan(**config.transfer.faults.model_dump())
+    assert (plan.corrupt, plan.delay) == (0.5, 0.005)
 
 
 def test_config_is_frozen() -> None:
