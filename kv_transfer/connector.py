@@ -142,7 +142,8 @@ class KVConnector(Protocol):
 
     def cancel(self, read_id: ReadId) -> None:
         """Fence a read: after this returns none of its targets is written again, and no
-        further result of it is reported. Unknown ids are ignored."""
+        further result of it is reported. Unknown ids are ignored.
+        """
         ...
 
     def close(self) -> None:
