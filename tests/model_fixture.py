@@ -1,4 +1,4 @@
-"""The default model for tests that need real weights.
+"""The default model for tests that need real weights, and transformers' own reading of it.
 
 ``KVFERRY_CACHE_DIR`` says where it is kept; it is fetched if it is missing. If it cannot be had
 the test is skipped, or fails where ``KVFERRY_REQUIRE_MODEL=1``.
@@ -7,8 +7,11 @@ the test is skipped, or fails where ``KVFERRY_REQUIRE_MODEL=1``.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvferry.engine.weights.catalog import DEFAULT_MODEL
 from kvferry.engine.weights.store import (
@@ -34,3 +37,23 @@ def default_model_folder() -> ModelFolder:
 def default_model() -> ModelFolder:
     """The default model's folder, with the GGUF it was made from."""
     return default_model_folder()
+
+
+@pytest.fixture(scope="session")
+def reference_model(default_model: ModelFolder) -> Any:
+    """The model as transformers itself reads it from the GGUF, float32, never from our files."""
+    folder, file = _gguf_of(default_model)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def reference_tokenizer(default_model: ModelFolder) -> Any:
+    """The tokenizer as transformers itself reads it from the GGUF."""
+    folder, file = _gguf_of(default_model)
+    return AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
+def _gguf_of(model: ModelFolder) -> tuple[str, str]:
+    assert model.gguf_path is not None, f"{model.path} keeps no GGUF"
+    return str(model.gguf_path.parent), model.gguf_path.name
