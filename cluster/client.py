@@ -68,11 +68,15 @@ class GenerateStream:
     """
 
     def __init__(
-        self, call: grpc.CallIterator[pb.GenerateResponse], checker: StreamChecker
+        self,
+        call: grpc.CallIterator[pb.GenerateResponse],
+        request: pb.GenerateRequest,
+        endpoint: str,
     ) -> None:
         self._cancel: Callable[[], object] = call.cancel
         self._responses = iter(call)
-        self._checker = checker
+        self._checker = StreamChecker(request.first_output_index)
+        self._endpoint = endpoint
 
     @property
     def request_id(self) -> str:
@@ -90,7 +94,7 @@ class GenerateStream:
             raise
         except grpc.RpcError as error:
             self._checker.request_id = _request_id(error) or self.request_id
-            raise from_grpc(error) from error
+            raise from_grpc(error, self._endpoint) from error
         except StreamError:
             self._cancel()
             raise
@@ -112,11 +116,13 @@ class AsyncGenerateStream:
     def __init__(
         self,
         call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse],
-        checker: StreamChecker,
+        request: pb.GenerateRequest,
+        endpoint: str,
     ) -> None:
         self._call = call
         self._responses = call.__aiter__()
-        self._checker = checker
+        self._checker = StreamChecker(request.first_output_index)
+        self._endpoint = endpoint
 
     @property
     def request_id(self) -> str:
@@ -134,7 +140,7 @@ class AsyncGenerateStream:
             raise
         except grpc.RpcError as error:
             self._checker.request_id = _request_id(error) or self.request_id
-            raise from_grpc(error) from error
+            raise from_grpc(error, self._endpoint) from error
         except StreamError:
             self._call.cancel()
             raise
@@ -163,6 +169,7 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._clock = clock
         self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
@@ -185,7 +192,7 @@ class Client:
     ) -> GenerateStream:
         """Like ``generate``, for a request that is already built."""
         call = self._inference.Generate(request, timeout=timeout_s)
-        return GenerateStream(call, StreamChecker(request.first_output_index))
+        return GenerateStream(call, request, self._endpoint)
 
     def generate_text(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
@@ -213,7 +220,7 @@ class Client:
     def health(self) -> bool:
         """Whether the inference service says that it is serving."""
         request = health_pb2.HealthCheckRequest(service=HEALTH_SERVICE)
-        with _typed_errors():
+        with _typed_errors(self._endpoint):
             response = self._health.Check(request, timeout=self._timeout_s)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -224,7 +231,7 @@ class Client:
     def _call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
     ) -> _Response:
-        with _typed_errors():
+        with _typed_errors(self._endpoint):
             return method(request, timeout=self._timeout_s)
 
     def __enter__(self) -> Self:
@@ -244,6 +251,7 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._clock = clock
         self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
@@ -262,7 +270,7 @@ class AsyncClient:
     ) -> AsyncGenerateStream:
         """Like ``generate``, for a request that is already built."""
         call = self._inference.Generate(request, timeout=timeout_s)
-        return AsyncGenerateStream(call, StreamChecker(request.first_output_index))
+        return AsyncGenerateStream(call, request, self._endpoint)
 
     async def generate_text(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
@@ -291,7 +299,7 @@ class AsyncClient:
     async def health(self) -> bool:
         """Whether the inference service says that it is serving."""
         request = health_pb2.HealthCheckRequest(service=HEALTH_SERVICE)
-        with _typed_errors():
+        with _typed_errors(self._endpoint):
             response = await self._health.Check(request, timeout=self._timeout_s)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -302,7 +310,7 @@ class AsyncClient:
     async def _call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
     ) -> _Response:
-        with _typed_errors():
+        with _typed_errors(self._endpoint):
             return await method(request, timeout=self._timeout_s)
 
     async def __aenter__(self) -> Self:
@@ -313,11 +321,11 @@ class AsyncClient:
 
 
 @contextmanager
-def _typed_errors() -> Iterator[None]:
+def _typed_errors(endpoint: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise from_grpc(error) from error
+        raise from_grpc(error, endpoint) from error
 
 
 def _request_id(error: grpc.RpcError) -> str:

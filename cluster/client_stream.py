@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from kvferry.cluster.errors import StreamError
 from kvferry.engine.request import InvalidRequest
@@ -62,7 +62,8 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
         raise InvalidRequest(
             f"got {' and '.join(given) or 'no input'}; give one of prompt, token_ids and chat"
         )
-    sampling = {key: options[key] for key in Sampling.__annotations__ if key in options}
+    given_options: Mapping[str, Any] = options
+    sampling = {k: v for k, v in given_options.items() if k in Sampling.__annotations__}
     try:
         request = pb.GenerateRequest(
             request_id=options.get("request_id", ""),

@@ -27,12 +27,14 @@ here::
 
 What crosses the wire is the status and three entries of trailing metadata: ``kvferry-error`` (the
 class name), ``kvferry-request-id`` and, for ``Overloaded``, ``retry-after-ms``. Knows neither
-torch nor ray.
+torch nor ray. An error with an ``exit_code`` ends a command with it; the others end it with 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 
@@ -79,6 +81,8 @@ class NotReady(KVFerryError):
 class ClusterUnreachable(NotReady):
     """Nothing answers at the endpoint."""
 
+    exit_code = 4
+
 
 class WorkerLost(KVFerryError):
     """The workers that served the request died and no successor came in time."""
@@ -98,6 +102,8 @@ class DeadlineExceeded(KVFerryError):
 
 class PortUnavailable(KVFerryError):
     """The address to listen on is taken or not ours; names it."""
+
+    exit_code = 3
 
 
 class Internal(KVFerryError):
@@ -179,17 +185,21 @@ def to_grpc(exc: BaseException, request_id: str = "") -> GrpcFailure:
 
 def trailing_metadata(error: grpc.RpcError) -> dict[str, str]:
     """The text entries of a failed call's trailing metadata."""
-    return {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
+    # Both kinds of channel give pairs; the stubs describe neither as such.
+    entries = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    return {key: value for key, value in entries if isinstance(value, str)}
 
 
-def from_grpc(error: grpc.RpcError) -> KVFerryError:
-    """The typed error that a client raises for a failed call: the inverse of ``to_grpc``."""
+def from_grpc(error: grpc.RpcError, endpoint: str = "the endpoint") -> KVFerryError:
+    """The typed error that a client of ``endpoint`` raises: the inverse of ``to_grpc``."""
     metadata = trailing_metadata(error)
     status = error.code().name
     details = error.details() or status
     cls = _BY_NAME.get(metadata.get(ERROR_KEY, "")) or _BY_STATUS.get(status)
     if cls is None:
         return Internal(f"{status}: {details}")
+    if cls is ClusterUnreachable:
+        return cls(f"no cluster answers at {endpoint} ({details}); is 'kvferry serve' running?")
     if issubclass(cls, Overloaded):
         milliseconds = metadata.get(RETRY_AFTER_KEY, "")
         return cls(details, int(milliseconds) / 1000 if milliseconds.isdigit() else None)

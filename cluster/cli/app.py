@@ -1,0 +1,92 @@
+"""Picks the command, runs it, and turns how it ended into a document and an exit code.
+
+Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 model or port missing, 4 cluster
+unreachable, 130 interrupted. With ``--json`` exactly one document goes to standard output, also on
+failure; everything for people then goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib import import_module
+from typing import NoReturn
+
+from kvferry.cluster.cli.command import EXIT_FAILED, Command, Result, UsageError
+from kvferry.kv_cache.errors import KVFerryError
+
+COMMANDS = {
+    "demo": "start a small cluster, serve a few prompts, show what moved, and stop",
+    "serve": "start a cluster and serve until interrupted",
+    "generate": "stream the continuation of a prompt",
+    "status": "show workers, load and counters of a running cluster",
+    "blocks": "recount every KV block of a running cluster from its owners",
+    "models": "list or fetch models",
+    "bench": "measure a running cluster",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvferry ARGV`` (default: the process's arguments); returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in argv if not word.startswith("-")), "")
+    command = _load(name) if name in COMMANDS else None
+    wants_document = "--json" in argv
+    try:
+        args = _parser(name, command).parse_args(argv)
+        wants_document = getattr(args, "json", False)
+        run: Callable[[argparse.Namespace], Result] = args.run
+        result = run(args)
+    except (Exception, KeyboardInterrupt) as exc:  # the boundary: however it ended is reported
+        result = Result(error=exc)
+    try:
+        _report(result, command if wants_document else None, argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_gone()
+    if isinstance(result.error, BrokenPipeError):
+        return _reader_gone()
+    return result.exit_code
+
+
+def _load(name: str) -> Command:
+    command: Command = import_module(f"kvferry.cluster.cli.{name}").COMMAND
+    return command
+
+
+def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
+    """A parser that knows every command's name and the chosen one's flags."""
+    parser = _Parser(prog="kvferry", description="Serve language models on moved KV blocks.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        if name == chosen and command is not None:
+            command.configure(sub)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def _report(result: Result, command: Command | None, argv: list[str]) -> None:
+    """Print the command's document, or else the error for people."""
+    error = result.error
+    if error is not None and not isinstance(error, KVFerryError | KeyboardInterrupt | OSError):
+        traceback.print_exception(error)
+    if command is not None and command.document is not None:
+        print(command.document.render(result, argv, datetime.now(UTC)))
+    elif error is not None and not isinstance(error, BrokenPipeError):
+        message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        print(f"kvferry: {message}", file=sys.stderr)
+
+
+def _reader_gone() -> int:
+    """Nobody reads our output any more: end quietly, without a second fault at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FAILED

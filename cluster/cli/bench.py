@@ -1,0 +1,105 @@
+"""``kvferry bench``: measurements. ``serve`` measures a running cluster through its gRPC."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cluster.bench_serve import Workload, bench_json, bench_serve
+from kvferry.cluster.cli.command import Command, Result
+from kvferry.cluster.cli.document import Document
+from kvferry.cluster.cli.flags import add_endpoint, add_json, positive
+from kvferry.cluster.cli.progress import ProgressLine
+from kvferry.cluster.reports.common import Json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
+    kinds = parser.add_subparsers(metavar="KIND", required=True)
+    serve = kinds.add_parser(
+        "serve",
+        help="closed loop of fixed lengths against a running cluster",
+        description="Send random prompts of a fixed length, several at a time, and measure.",
+    )
+    add_endpoint(serve)
+    for flag, default, text in (
+        ("--input-tokens", 256, "prompt length"),
+        ("--output-tokens", 64, "output length, exact"),
+        ("--concurrency", 8, "requests in flight"),
+        ("--num-requests", 32, "requests of one repeat"),
+        ("--repeats", 1, "passes; results are those of the one of median throughput"),
+    ):
+        serve.add_argument(
+            flag, metavar="N", type=positive, default=default, help=f"{text} (default: {default})"
+        )
+    serve.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="of the prompts (default: %(default)s)"
+    )
+    add_json(serve)
+    serve.set_defaults(run=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> Result:
+    """Run the workload, with progress on standard error, and show the figures."""
+    workload = Workload(
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        concurrency=args.concurrency,
+        num_requests=args.num_requests,
+        seed=args.seed,
+    )
+    with ProgressLine(quiet=args.json) as line:
+
+        def progress(repeat: int, ended: int) -> None:
+            name = f"repeat {repeat + 1} of {args.repeats}, {ended}/{args.num_requests} requests"
+            line.stage(name, ended, args.num_requests)
+
+        line.say("warming up")
+        bench = asyncio.run(bench_serve(args.endpoint, workload, args.repeats, progress))
+    fields = bench_json(bench)
+    if not args.json:
+        _show(fields, Console(highlight=False))
+    return Result(fields=fields, error=bench.error)
+
+
+def _show(fields: Json, console: Console) -> None:
+    results, workload, arrangement = (fields[key] for key in ("results", "workload", "arrangement"))
+    console.print(
+        "{input_tokens} in, {output_tokens} out, concurrency {concurrency}, "
+        "{num_requests} requests".format(**workload)
+        + "; {prefill} prefill, {decode} decode, {colocated} colocated, {dtype}".format(
+            **arrangement
+        )
+    )
+    cpu = results["cpu_s_per_output_token"]
+    console.print(
+        f"{results['output_tokens_per_s']:.1f} output tokens/s over {results['duration_s']:.1f} s, "
+        f"{results['completed']} completed, {results['failed']} failed"
+        + ("" if cpu is None else f", {cpu * 1000:.1f} CPU ms per output token")
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ms")
+    for heading in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(heading, justify="right")
+    for name in ("ttft_s", "ttst_s", "tpot_s", "itl_s", "e2e_s"):
+        dist = results[name]
+        if dist is not None:
+            cells = (f"{dist[key] * 1000:.1f}" for key in ("mean", "p50", "p90", "p99", "max"))
+            table.add_row(name.removesuffix("_s"), *cells)
+    console.print(table)
+
+
+FIELDS = (
+    "target",
+    "arrangement",
+    "workload",
+    "results",
+    "repeats",
+    "roof",
+    "peer",
+    "ratio_to_peer",
+)
+COMMAND = Command(configure, Document("bench_serve", FIELDS))

@@ -1,0 +1,62 @@
+"""Flags that several commands share, and the environment variables behind them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any, TextIO
+
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document to standard output"
+    )
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """``--endpoint``, else KVFERRY_ENDPOINT, else the local default."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="HOST:PORT",
+        default=os.environ.get("KVFERRY_ENDPOINT") or DEFAULT_ENDPOINT,
+        help="gRPC address of the cluster, or set KVFERRY_ENDPOINT (default: %(default)s)",
+    )
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Flags that override the configuration file, shared by ``demo`` and ``serve``."""
+    parser.add_argument("--config", metavar="FILE", help="YAML configuration (default: none)")
+    for role, default in (("prefill", 1), ("decode", 1)):
+        parser.add_argument(
+            f"--{role}", metavar="N", type=int, help=f"{role} workers (default: {default})"
+        )
+    parser.add_argument(
+        "--connector", choices=("auto", "shm"), help="how KV blocks are moved (default: auto)"
+    )
+
+
+def cluster_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of ``add_cluster`` and of KVFERRY_LOG by configuration key; None: not given."""
+    return {
+        "prefill.replicas": args.prefill,
+        "decode.replicas": args.decode,
+        "transfer.connector": args.connector,
+        "logging.level": os.environ.get("KVFERRY_LOG") or None,
+    }
+
+
+def positive(text: str) -> int:
+    """An argument type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted at least 1")
+    return number
+
+
+def people(args: argparse.Namespace) -> TextIO:
+    """Where output for people goes: standard output, unless a document goes there."""
+    return sys.stderr if args.json else sys.stdout

@@ -1,0 +1,127 @@
+"""``kvferry generate``: stream one prompt's continuation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import cast
+
+from kvferry.cluster.cli.command import Command, Result
+from kvferry.cluster.cli.document import Document
+from kvferry.cluster.cli.flags import add_endpoint, add_json, positive
+from kvferry.cluster.client import Client, GenerateStream
+from kvferry.cluster.client_stream import GenerateOptions, Transcript
+from kvferry.cluster.errors import Cancelled, ClusterUnreachable
+from kvferry.cluster.reports.documents import Outcome, request_json
+from kvferry.engine.request import SamplingParams
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.protos import kvferry_pb2 as pb
+
+_DEFAULTS = SamplingParams()
+# Flags that are sampling parameters of the same name; what is not given is left to the server.
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's message of a chat"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=positive,
+        default=128,
+        help="output tokens at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        help=f"randomness; 0 is greedy (default: {_DEFAULTS.temperature:g})",
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        help=f"keep the likeliest tokens up to this probability (default: {_DEFAULTS.top_p:g})",
+    )
+    parser.add_argument(
+        "--top-k",
+        metavar="K",
+        type=int,
+        help=f"keep the K likeliest tokens; 0 keeps all (default: {_DEFAULTS.top_k})",
+    )
+    parser.add_argument(
+        "--seed", metavar="S", type=int, help="key of the random choice (default: drawn anew)"
+    )
+    parser.add_argument(
+        "--stop",
+        metavar="STR",
+        action="append",
+        help="end before this string; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="go on past the model's end-of-sequence token (default: off)",
+    )
+    add_endpoint(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Stream the text to standard output, or collect it for the document."""
+    given = {name: getattr(args, name) for name in _SAMPLING}
+    options = cast(GenerateOptions, {k: v for k, v in given.items() if v is not None})
+    options["echo_prompt_token_ids"] = args.json
+    if args.chat:
+        options["chat"] = [{"role": "user", "content": args.prompt}]
+    transcript = Transcript(time.monotonic())
+    error: KVFerryError | KeyboardInterrupt | None = None
+    request_id = ""
+    with Client(args.endpoint) as client:
+        stream = client.generate(None if args.chat else args.prompt, **options)
+        try:
+            with stream:
+                _follow(stream, transcript, show=not args.json)
+        except (KVFerryError, KeyboardInterrupt) as exc:
+            error = exc
+        request_id = stream.request_id
+    if isinstance(error, ClusterUnreachable) and not request_id:
+        raise error
+    if not args.json:
+        _summarize(transcript)
+        return Result(error=error)
+    reason = Cancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error
+    outcome = Outcome(args.prompt, request_id, transcript, reason)
+    return Result(fields={"requests": [request_json(outcome)]}, error=error)
+
+
+def _follow(stream: GenerateStream, transcript: Transcript, *, show: bool) -> None:
+    for event in stream:
+        transcript.add(event, time.monotonic())
+        if show and isinstance(event, pb.Delta) and event.text:
+            print(event.text, end="", flush=True)
+
+
+def _summarize(transcript: Transcript) -> None:
+    """End the line; tell a person at a terminal how it went."""
+    if transcript.text:
+        print(flush=True)
+    finished = transcript.finished
+    if finished is None or not sys.stderr.isatty():
+        return
+    words = [f"{finished.usage.completion_tokens} tokens", finished.finish_reason]
+    if finished.timing.HasField("ttft_s"):
+        words.append(f"first token after {finished.timing.ttft_s:.2f} s")
+    if finished.timing.HasField("tpot_s"):
+        words.append(f"{finished.timing.tpot_s * 1000:.0f} ms per token")
+    print(f"[{', '.join(words)}]", file=sys.stderr)
+
+
+COMMAND = Command(configure, Document("generate", ("requests",)))

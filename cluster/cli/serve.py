@@ -1,0 +1,104 @@
+"""``kvferry serve``: start a cluster and serve until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from kvferry.cluster.cli.command import Command, Result
+from kvferry.cluster.cli.flags import add_cluster, cluster_overrides
+from kvferry.cluster.cli.progress import ProgressLine
+from kvferry.cluster.cli.signals import StopSignals
+from kvferry.cluster.cli.startup import start
+from kvferry.cluster.config import load_config
+
+STOP_TIMEOUT_S = 30.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_cluster(parser)
+    parser.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="a name that 'models list' shows, a folder or a .gguf file (default: the first name)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="weights' and activations' type; auto is float32 on CPU (default: auto)",
+    )
+    parser.add_argument(
+        "--colocated",
+        metavar="N",
+        type=int,
+        help="workers that do both; with some, the other roles default to 0 (default: 0)",
+    )
+    parser.add_argument(
+        "--grpc",
+        metavar="HOST:PORT",
+        help="address to serve gRPC on; port 0 picks a free one (default: 127.0.0.1:50051)",
+    )
+    parser.add_argument(
+        "--ready-file",
+        metavar="FILE",
+        type=Path,
+        help="also write the READY line to this file, and remove it when stopping (default: none)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Serve until SIGINT or SIGTERM; a second signal ends the process at once."""
+    config = load_config(
+        args.config,
+        {
+            **cluster_overrides(args),
+            "colocated.replicas": args.colocated,
+            "model.name": args.model,
+            "model.dtype": args.dtype,
+            "server.grpc": args.grpc,
+        },
+    )
+    if args.ready_file is not None:
+        args.ready_file.unlink(missing_ok=True)
+    with StopSignals() as signals:
+        with ProgressLine(quiet=False) as progress:
+            cluster = start(config, progress)
+        try:
+            signals.install()  # whatever start-up put in their place
+            signals.started()
+            line = ready_line(cluster.grpc, cluster.ray_address)
+            if args.ready_file is not None:
+                write_whole(args.ready_file, line + "\n")
+            print(line, flush=True)
+            signals.wait()
+        finally:
+            if args.ready_file is not None:
+                args.ready_file.unlink(missing_ok=True)
+            cluster.stop(STOP_TIMEOUT_S)
+    return Result()
+
+
+def ready_line(grpc: str, ray_address: str) -> str:
+    """The line that says where the cluster listens."""
+    facts = {"grpc": grpc, "http": None, "pid": os.getpid(), "ray_address": ray_address}
+    return f"READY {json.dumps(facts, separators=(',', ':'))}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+COMMAND = Command(configure, document=None)

@@ -1,0 +1,54 @@
+"""What SIGINT and SIGTERM do to a command that runs a cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Self
+
+from kvferry.cluster.cli.command import EXIT_INTERRUPTED
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """A context manager that owns both signals while it is open; main thread only.
+
+    Before ``started`` the first signal raises KeyboardInterrupt, so that a start-up is unwound;
+    afterwards it ends ``wait``. The second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._started = False
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def install(self) -> None:
+        """Take the signals; again, after code that may have taken them."""
+        for number in _SIGNALS:
+            signal.signal(number, self._received)
+
+    def started(self) -> None:
+        """From now on a signal asks ``wait`` to return."""
+        self._started = True
+
+    def wait(self) -> None:
+        """Block until the first signal."""
+        self._stop.wait()
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        self._stop.set()
+        if not self._started:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,44 @@
+"""From a configuration to a running cluster: the model, then the workers.
+
+The only module here that reaches the launcher and the model store, and it loads them when it is
+called: they bring torch and ray.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Protocol, cast
+
+from kvferry.cluster.cli.progress import ProgressLine
+from kvferry.cluster.config import Config
+
+
+class RunningCluster(Protocol):
+    """What commands need of ``kvferry.cluster.launcher.Cluster``.
+
+    ``grpc`` is HOST:PORT; ``startup_s`` the seconds from the call to readiness.
+    """
+
+    grpc: str
+    ray_address: str
+    startup_s: float
+
+    def stop(self, timeout_s: float) -> None:
+        """Drain, then end every process that was started, within ``timeout_s`` seconds."""
+
+
+def start(config: Config, progress: ProgressLine) -> RunningCluster:
+    """Resolve the model, fetching it if it must be, and start the workers.
+
+    Raises ModelMissing and its kin, PortUnavailable, or whatever kept a worker from starting.
+    """
+    store = import_module("kvferry.engine.weights.store")
+    launcher = import_module("kvferry.cluster.launcher")
+    folder = store.resolve_model(
+        config.model.name,
+        config.model.path,
+        store.default_cache_dir(os.environ),
+        progress.stage,
+    )
+    return cast(RunningCluster, launcher.Cluster.start(config, folder.path, progress.say))

@@ -1,0 +1,67 @@
+"""``kvferry status``: workers, load and counters of a running cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cluster.cli.command import Command, Result
+from kvferry.cluster.cli.document import Document
+from kvferry.cluster.cli.flags import add_endpoint, add_json
+from kvferry.cluster.client import Client
+from kvferry.cluster.reports.documents import status_json
+from kvferry.protos import kvferry_pb2 as pb
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_endpoint(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Ask once and show. A cluster that is not ready is an answer, not a failure."""
+    with Client(args.endpoint) as client:
+        status = client.status()
+    if not args.json:
+        _show(status, Console(highlight=False))
+    return Result(fields=status_json(status))
+
+
+def _show(status: pb.StatusResponse, console: Console) -> None:
+    state = "ready" if status.ready else f"not ready: {', '.join(status.not_ready_reasons)}"
+    model = status.model
+    console.print(f"{model.name} ({model.dtype}), {state}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("worker", "role", "state", "pid", "running", "waiting", "blocks used", "age"):
+        table.add_column(heading, justify="left" if heading in ("worker", "role") else "right")
+    for entry in status.workers:
+        worker, kv = entry.worker, entry.kv
+        table.add_row(
+            worker.worker_id,
+            worker.role,
+            worker.state,
+            str(worker.pid),
+            str(entry.num_running),
+            str(entry.num_waiting),
+            f"{kv.num_total - kv.num_free - kv.num_cached}/{kv.num_total}",
+            f"{entry.heartbeat_age_s:.1f} s" if entry.HasField("heartbeat_age_s") else "?",
+        )
+    console.print(table)
+    counters = ((field.name, value) for field, value in status.counters.ListFields())
+    console.print(", ".join(f"{name} {value}" for name, value in counters) or "no requests yet")
+
+
+FIELDS = (
+    "ready",
+    "not_ready_reasons",
+    "model",
+    "endpoints",
+    "routers",
+    "workers",
+    "counters",
+)
+COMMAND = Command(configure, Document("status", FIELDS))
