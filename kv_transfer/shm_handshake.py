@@ -31,7 +31,8 @@ from kvferry.kv_transfer.peer_codec import decode_peer_info, encode_peer_info
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_PENDING = 32
+MAX_PENDING = 32  # readers that have connected and not yet spoken
+LISTEN_BACKLOG = 128
 ACCEPT_RETRY_S = 0.05  # pause after a failed accept, which out of descriptors would repeat at once
 
 PeerUid = Callable[[socket.socket], int]
@@ -111,7 +112,7 @@ class HandshakeServer:
         self._listener = _unix_socket()
         self._listener.setblocking(False)
         self._listener.bind(_abstract(self.info.address))
-        self._listener.listen(MAX_PENDING)
+        self._listener.listen(LISTEN_BACKLOG)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
