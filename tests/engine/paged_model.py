@@ -1,0 +1,107 @@
+"""Small checkpoints written by transformers, and a driver of ``LlamaModel`` over a paged pool."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from kvferry.engine.models.llama import AttentionInputs, LlamaModel
+from kvferry.engine.models.loading import TORCH_DTYPES, kv_layout
+
+VOCAB_SIZE = 97
+KINDS = ("llama", "llama-tied", "qwen2")
+
+
+def reference_model(kind: str) -> Any:
+    """A transformers model with random weights, biases and norms included."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(len(kind))
+    model: Any
+    if kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+    elif kind == "llama-tied":
+        model = LlamaForCausalLM(LlamaConfig(**shape, head_dim=16, tie_word_embeddings=True))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
+        else:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+    return model.eval()
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write ``model`` as a Hugging Face folder."""
+    model.save_pretrained(folder)
+    return folder
+
+
+class PagedSequences:
+    """Drives ``model`` over a pool whose blocks are handed out in a random order.
+
+    Every slot that was not written is NaN, so that a read outside a sequence shows.
+    """
+
+    def __init__(
+        self, model: LlamaModel, block_size: int, seed: int, kv_dtype: str = "float32"
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.layout = kv_layout(model.config, block_size, kv_dtype)
+        num_blocks = 8 * self.layout.num_blocks_for(64)
+        generator = torch.Generator().manual_seed(seed)
+        self._free = torch.randperm(num_blocks, generator=generator).tolist()
+        shape = (num_blocks, *self.layout.block_shape())
+        self.pool = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[kv_dtype])
+        self._tables: dict[int, list[int]] = {}
+        self._computed: dict[int, int] = {}
+
+    def step(self, chunks: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+        """Compute (sequence, next tokens) chunks in one batch; logits of all their positions."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots, bounds, lengths = [], [0], []
+        for seq, chunk in chunks:
+            start = self._computed.get(seq, 0)
+            end = self._computed[seq] = start + len(chunk)
+            table = self._tables.setdefault(seq, [])
+            while len(table) < self.layout.num_blocks_for(end):
+                table.append(self._free.pop())
+            tokens += chunk
+            positions += range(start, end)
+            for position in range(start, end):
+                block, offset = divmod(position, self.block_size)
+                slots.append(table[block] * self.block_size + offset)
+            bounds.append(bounds[-1] + len(chunk))
+            lengths.append(end)
+        widest = max(len(self._tables[seq]) for seq, _ in chunks)
+        rows = [self._tables[seq] + [-1] * widest for seq, _ in chunks]
+        attention = AttentionInputs(
+            slot_mapping=torch.tensor(slots),
+            block_tables=torch.tensor([row[:widest] for row in rows], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        )
+        hidden = self.model.forward(
+            torch.tensor(tokens), torch.tensor(positions), attention, self.pool
+        )
+        logits = self.model.logits(hidden)
+        return [logits[a:b] for a, b in pairwise(bounds)]

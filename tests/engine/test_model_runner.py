@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import mmap
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.model_runner import (
+    InvalidStep,
+    PoolBuffer,
+    PoolMismatch,
+    TorchModelRunner,
+    pool_tensor,
+)
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.llama import LlamaModel
+from kvferry.engine.models.loading import kv_layout, load_model, random_model
+from kvferry.engine.request import SamplingParams
+from kvferry.engine.sampler import InvalidLogits
+from tests.engine.paged_model import VOCAB_SIZE, PagedSequences, reference_model
+from tests.model_fixture import default_model_folder
+
+NUM_BLOCKS, BLOCK_SIZE = 64, 8
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    config = reference_model("llama").config.to_dict()
+    return replace(ModelConfig.from_dict(config, name="small", revision="none"), **changes)
+
+
+def small_model(**changes: Any) -> LlamaModel:
+    """Random weights; of the first seeds the one whose greedy output varies most."""
+    return random_model(model_config(**changes), 7, "float32")
+
+
+def runner(
+    model: LlamaModel | None = None,
+    buffer: PoolBuffer | None = None,
+    kv_dtype: str = "float32",
+    max_tokens: int = 96,
+) -> TorchModelRunner:
+    model = model or small_model()
+    layout = kv_layout(model.config, BLOCK_SIZE, kv_dtype)
+    if buffer is None:
+        buffer = bytearray(NUM_BLOCKS * layout.block_bytes())
+    return TorchModelRunner(model, buffer, layout, NUM_BLOCKS, max_tokens, 6)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def sequence(
+    token_ids: list[int],
+    start: int,
+    table: list[int],
+    sample: bool = True,
+    sampling: SamplingParams = GREEDY,
+    output_index: int = 0,
+) -> ScheduledSequence:
+    return ScheduledSequence(token_ids, start, table, sample, sampling, 0, output_index)
+
+
+def step(runner: TorchModelRunner, *sequences: ScheduledSequence) -> tuple[int | None, ...]:
+    return runner.execute(SchedulerOutput(sequences)).token_ids
+
+
+class Generation:
+    """One request: its tokens so far, where its KV lies, and the chunk sizes still to come."""
+
+    def __init__(
+        self, seed: int, length: int, table: list[int], chunks: list[int], **sampling: Any
+    ) -> None:
+        self.tokens = prompt(seed, length)
+        self.length = length
+        self.table = table
+        self.chunks = chunks
+        self.sampling = SamplingParams(seed=seed, **({"temperature": 0.0} | sampling))
+        self.computed = 0
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.length :]
+
+    def schedule(self) -> ScheduledSequence:
+        size = self.chunks.pop(0) if self.chunks else len(self.tokens)
+        chunk = self.tokens[self.computed : self.computed + size]
+        sample = self.computed + len(chunk) == len(self.tokens)
+        return sequence(chunk, self.computed, self.table, sample, self.sampling, len(self.output))
+
+    def advance(self, scheduled: ScheduledSequence, token: int | None) -> None:
+        assert (token is not None) == scheduled.sample
+        self.computed += len(scheduled.token_ids)
+        if token is not None:
+            self.tokens.append(token)
+
+
+def advance_together(runner: TorchModelRunner, generations: list[Generation]) -> None:
+    scheduled = [g.schedule() for g in generations]
+    for g, s, token in zip(generations, scheduled, step(runner, *scheduled), strict=True):
+        g.advance(s, token)
+
+
+def mixed_requests() -> list[Generation]:
+    return [
+        Generation(1, 21, [5, 40, 2, 33, 17], [7, 6]),
+        Generation(2, 1, [9, 11], []),
+        Generation(3, 16, [0, 1, 63, 62], [8]),
+        Generation(4, 30, [50, 20, 21, 19, 8, 7], [1, 9, 13], temperature=0.8, top_p=0.9),
+        Generation(5, 8, [30, 3, 4], [], temperature=1.0, top_k=9),
+    ]
+
+
+def test_generation_does_not_depend_on_chunks_blocks_or_the_rest_of_the_batch() -> None:
+    model = small_model()
+    together, alone = mixed_requests(), mixed_requests()
+    shared = runner(model)
+    for round_number in range(14):  # the batch grows by one request per round
+        advance_together(shared, together[: round_number + 1])
+    assert len({token for generation in together for token in generation.output}) > 10
+    for number, generation in enumerate(alone):
+        generation.chunks = []
+        generation.table = list(range(8))
+        own = runner(model)
+        expected = together[number].output
+        while len(generation.output) < len(expected):
+            advance_together(own, [generation])
+        assert generation.output == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_greedy_tokens_equal_transformers_generate(kind: str, tmp_path: Path) -> None:
+    theirs = reference_model(kind)
+    theirs.save_pretrained(tmp_path)
+    generation = Generation(6, 37, [4, 8, 15, 16, 23, 42, 1, 2, 3], [10, 10, 10])
+    ids = torch.tensor([generation.tokens])
+    expected = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0
+    )
+    own = runner(load_model(tmp_path, "float32"))
+    while len(generation.output) < 16:
+        advance_together(own, [generation])
+    assert generation.output == expected[0, 37:].tolist()
+
+
+def test_copies_are_made_before_the_step_writes() -> None:
+    model = small_model()
+    plain, copied = Generation(7, 12, [1, 2, 3], []), Generation(7, 12, [1, 2, 3], [])
+    first, second = runner(model), runner(model)
+    advance_together(first, [plain])
+    advance_together(second, [copied])
+    block_2 = second.pool[2].clone()
+    advance_together(first, [plain])
+    scheduled = copied.schedule()
+    moved = replace(scheduled, block_table=[1, 9, 3])
+    (token,) = second.execute(SchedulerOutput((moved,), copies=((2, 9),))).token_ids
+    copied.advance(scheduled, token)
+    assert copied.output == plain.output
+    assert torch.equal(second.pool[2], block_2)
+    assert torch.equal(second.pool[9], first.pool[2])
+
+
+def test_a_step_of_copies_alone_gives_no_tokens() -> None:
+    own = runner()
+    own.pool[3] = 1.5
+    assert own.execute(SchedulerOutput((), copies=((3, 5),))) == RunnerOutput(())
+    assert (own.pool[5] == 1.5).all()
+
+
+def test_a_step_writes_its_own_slots_and_no_other() -> None:
+    own = runner()
+    own.pool.fill_(torch.nan)
+    step(own, sequence(prompt(1, 11), 0, [7, 3, 12]), sequence(prompt(2, 3), 0, [20], False))
+    written = own.pool.isfinite().all(dim=-1).all(dim=3).all(dim=2).all(dim=1)
+    expected = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+    expected[7], expected[3, :3], expected[20, :3] = True, True, True
+    assert torch.equal(written, expected)
+    assert own.pool.isnan().sum() == (~expected).sum() * own.pool[0, ..., 0, :].numel()
+
+
+class CountingModel(LlamaModel):
+    """Counts the rows for which logits are computed."""
+
+    rows = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows += len(hidden)
+        return super().logits(hidden)
+
+
+def test_logits_are_computed_only_for_sequences_that_sample() -> None:
+    plain = small_model()
+    model = CountingModel(plain.config, plain.weights)
+    own = runner(model)
+    tables = [[0, 1], [2, 3], [4, 5]]
+    batch = [sequence(prompt(i, 9), 0, table, i == 1) for i, table in enumerate(tables)]
+    tokens = step(own, *batch)
+    assert model.rows == 1
+    assert tokens[0] is None and tokens[2] is None and tokens[1] is not None
+    assert step(runner(plain), batch[1]) == (tokens[1],)
+    step(own, replace(batch[0], sample=False))
+    assert model.rows == 1
+
+
+@pytest.mark.parametrize("kind", ["bytearray", "memoryview", "mmap", "tensor"])
+def test_the_pool_is_the_buffer_itself(kind: str) -> None:
+    layout = kv_layout(model_config(), BLOCK_SIZE, "float32")
+    size = NUM_BLOCKS * layout.block_bytes()
+    plain, mapped = bytearray(size), mmap.mmap(-1, size)
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    buffers: dict[str, tuple[PoolBuffer, memoryview]] = {
+        "bytearray": (plain, memoryview(plain)),
+        "memoryview": (memoryview(plain), memoryview(plain)),
+        "mmap": (mapped, memoryview(mapped)),
+        "tensor": (tensor, tensor.numpy().data),
+    }
+    buffer, raw = buffers[kind]
+    own = runner(buffer=buffer)
+    step(own, sequence(prompt(1, 10), 0, [33, 6]))
+    block = bytes(raw[33 * layout.block_bytes() : 34 * layout.block_bytes()])
+    assert any(block) and block == own.pool[33].numpy().tobytes()
+
+
+def test_the_same_step_gives_the_same_bytes() -> None:
+    model = small_model()
+    pools = []
+    for _ in range(2):
+        own = runner(model)
+        step(own, sequence(prompt(1, 30), 0, [1, 2, 3, 4]), sequence(prompt(2, 5), 0, [9]))
+        pools.append(own.pool)
+    assert torch.equal(pools[0].view(torch.int32), pools[1].view(torch.int32))
+
+
+def test_a_large_step_leaves_nothing_behind_for_a_small_one() -> None:
+    model = small_model()
+    small = sequence(prompt(3, 4), 0, [60])
+    used = runner(model)
+    step(used, *[sequence(prompt(i, 15), 0, [2 * i, 2 * i + 1]) for i in range(6)])
+    assert step(used, small) == step(runner(model), small)
+
+
+def test_a_bfloat16_pool_serves_a_float32_model() -> None:
+    model = small_model()
+    ids = prompt(8, 20)
+    own = runner(model, kv_dtype="bfloat16")
+    step(own, sequence(ids[:19], 0, [1, 2, 3], False))
+    step(own, sequence(ids[19:], 19, [1, 2, 3]))
+    assert own.pool.dtype == torch.bfloat16
+    exact = PagedSequences(model, BLOCK_SIZE, 0)
+    exact.step([(0, ids)])
+    key = own.pool[1, 2, 0].float()
+    table = exact._tables[0][0]
+    assert torch.allclose(key, exact.pool[table, 2, 0], atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([sequence([1] * 97, 0, list(range(13)))], r"97 tokens in 1 .* at most 96 in 6"),
+        ([sequence([1], 0, [0])] * 7, r"7 tokens in 7 .* at most 96 in 6"),
+        ([sequence([], 3, [0])], "at least one position"),
+        ([sequence([1, 2], 255, list(range(40)))], r"positions 255 to 257, .* within 0 to 256"),
+        ([sequence([1] * 9, 0, [4])], r"\[4\], wanted 2 blocks for 9 positions"),
+        ([sequence([1], 0, [0]), sequence([1], 0, [64])], r"sequence 1 .* ids below 64"),
+        ([sequence([1], 0, [-1])], "ids below 64"),
+    ],
+)
+def test_an_impossible_step_is_refused_before_anything_is_written(
+    bad: list[ScheduledSequence], message: str
+) -> None:
+    own = runner()
+    own.pool.normal_()
+    before = own.pool.clone()
+    with pytest.raises(InvalidStep, match=message):
+        own.execute(SchedulerOutput(tuple(bad), copies=((0, 1),)))
+    assert torch.equal(own.pool, before)
+
+
+def test_invalid_logits_name_the_places_in_the_batch() -> None:
+    model = small_model()
+    poison = 50
+    model.weights.embedding[poison] = torch.nan
+    own = runner(model)
+    fine = sequence([1, 2], 0, [3])
+    with pytest.raises(InvalidLogits) as caught:
+        step(own, sequence([1], 0, [0], False), fine, sequence([poison], 0, [1]))
+    assert caught.value.rows == (2,)
+    assert step(own, replace(fine)) == step(runner(model), fine)
+
+
+def test_a_pool_that_does_not_fit_is_an_error_naming_both_values() -> None:
+    layout = kv_layout(model_config(), BLOCK_SIZE, "float32")
+    size = NUM_BLOCKS * layout.block_bytes()
+    with pytest.raises(PoolMismatch, match=f"has {size - 1} bytes, wanted {size} for 64 blocks"):
+        runner(buffer=bytearray(size - 1))
+    with pytest.raises(PoolMismatch, match="read-only"):
+        pool_tensor(memoryview(bytes(size)), layout, NUM_BLOCKS)
+    other = kv_layout(model_config(num_kv_heads=3), BLOCK_SIZE, "float32")
+    buffer = bytearray(NUM_BLOCKS * other.block_bytes())
+    with pytest.raises(PoolMismatch, match=r"\(3, 2, 3, 8\), wanted 1 group of \(3, 2, 2, 8\)"):
+        model = small_model()
+        TorchModelRunner(model, buffer, other, NUM_BLOCKS, 96, 6)
+
+
+@pytest.mark.model
+def test_real_greedy_tokens_equal_transformers_loaded_from_the_gguf() -> None:
+    folder = default_model_folder()
+    assert folder.gguf_path is not None
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder.gguf_path.parent, gguf_file=folder.gguf_path.name, dtype=torch.float32
+    )
+    own = runner(load_model(folder.path, "float32"), max_tokens=64)
+    for text_ids in ([504, 2365, 6354, 16438, 27003], prompt(9, 45)):
+        ids = torch.tensor([text_ids])
+        expected = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        top_two = torch.cat(expected.scores).topk(2).values
+        assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-3
+        generation = Generation(0, 0, list(range(20, 32)), [11, 16, 3])
+        generation.tokens, generation.length = list(text_ids), len(text_ids)
+        while len(generation.output) < 32:
+            advance_together(own, [generation])
+        assert generation.output == expected.sequences[0, len(text_ids) :].tolist()
+
+
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Peak bytes of tensors alive that were made while this mode was active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves(args) if torch.is_tensor(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"ffn_size": 2000}, {"vocab_size": 5000}, {"max_model_len": 2000}]
+)
+def test_a_maximal_step_stays_below_the_profiled_peak(shape: dict[str, int]) -> None:
+    model = small_model(**shape)
+    layout = kv_layout(model.config, BLOCK_SIZE, "float32")
+    blocks = layout.num_blocks_for(model.config.max_model_len)
+    buffer = bytearray(blocks * layout.block_bytes())
+    own = TorchModelRunner(model, buffer, layout, blocks, 200, 6)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    batch = [
+        sequence(prompt(i, n), 0, list(range(blocks)), True, sampling)
+        for i, n in enumerate([160, 8, 8, 8, 8, 8])
+    ]
+    batch[0] = replace(batch[0], start=model.config.max_model_len - 160)
+    with PeakMemory() as memory:
+        step(own, *batch)
+    bound = own.profile_peak_bytes()
+    assert bound / 8 < memory.peak < bound
