@@ -45,7 +45,7 @@ class Engine:
         self.kv = KVCacheManager(pool, block_size)
         self.scheduler = Scheduler(config, self.kv)
         self.num_failed_steps = 0
-        self.recomputed_tokens = 0
+        self.step_started_at = 0.0
         self._runner = runner
         self._model = model
         self._clock = clock
@@ -107,10 +107,10 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        started = self._clock()
+        self.step_started_at = self._clock()
         for sequence in step.sequences:
             if sequence.first_scheduled_at is None:
-                sequence.first_scheduled_at = started
+                sequence.first_scheduled_at = self.step_started_at
         try:
             result = self._runner.execute(step.output)
         except Exception as error:  # the step's boundary: it ends the batch and is counted

@@ -56,9 +56,13 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = block_size
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.block_size)
+
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Blocks that ``table`` lacks to hold ``num_tokens`` positions (copies not counted)."""
-        return max(0, -(-num_tokens // self.block_size) - len(table.block_ids))
+        return max(0, self.blocks_for(num_tokens) - len(table.block_ids))
 
     def allocate(
         self,

@@ -1,0 +1,110 @@
+"""The router's workers: who is registered, heard and loaded, and what this router placed there.
+
+Load counters are not kept but derived: ``prefill`` and ``decode`` map the live requests placed on
+a worker's present life to their tokens, so that they are zero when nothing is placed, whatever
+has happened before. Knows no requests' states and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.cluster.policy import WorkerView
+from kvferry.engine.request import RequestId
+from kvferry.worker.messages import LoadReport, Member, NodeRef, Role
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One live worker.
+
+    Attributes:
+        prefill, decode: tokens of the requests placed here, by request.
+        waiting: the request that found the pool FULL, if any.
+    """
+
+    member: Member
+    block_size: int
+    last_heard: float
+    load: LoadReport | None = None
+    step_age_s: float | None = None
+    prefill: dict[RequestId, int] = field(default_factory=dict)
+    decode: dict[RequestId, int] = field(default_factory=dict)
+    waiting: RequestId | None = None
+
+    @property
+    def ref(self) -> NodeRef:
+        """The worker in this life."""
+        return self.member.ref
+
+    def connected_to(self) -> frozenset[NodeRef]:
+        """Sources whose handshake with this worker is done."""
+        peers = self.load.peers if self.load is not None else ()
+        return frozenset(peer.ref for peer in peers if peer.connected)
+
+    def view(self) -> WorkerView:
+        """The worker as placement sees it."""
+        blocks = self.load.num_blocks if self.load is not None else 0
+        return WorkerView(
+            self.ref,
+            self.member.roles,
+            blocks * self.block_size,
+            sum(self.prefill.values()),
+            sum(self.decode.values()),
+            self.waiting is not None,
+            self.connected_to(),
+        )
+
+
+class WorkerRegistry:
+    """Live workers by reference; the membership version rises with every change."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._records: dict[NodeRef, WorkerRecord] = {}
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(list(self._records.values()))
+
+    def get(self, ref: NodeRef) -> WorkerRecord | None:
+        """The record of a worker in this life; None if it is not (any more) alive."""
+        return self._records.get(ref)
+
+    def add(self, member: Member, now: float) -> WorkerRecord:
+        """Register a worker."""
+        record = WorkerRecord(member, member.peer_info.layout.block_size, now)
+        self._records[member.ref] = record
+        self.version += 1
+        return record
+
+    def remove(self, ref: NodeRef) -> WorkerRecord | None:
+        """Forget a worker and all counted for it."""
+        record = self._records.pop(ref, None)
+        if record is not None:
+            self.version += 1
+        return record
+
+    def views(self) -> list[WorkerView]:
+        """All live workers as placement sees them."""
+        return [record.view() for record in self._records.values()]
+
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when the cluster is ready.
+
+        Ready: a live worker for every required role, its load known, and a pair of prefill and
+        decode workers whose connector handshake is done; a colocated worker is a pair by itself.
+        """
+        live = [record for record in self._records.values() if record.load is not None]
+        if any(len(record.member.roles) == 2 for record in live):
+            return []
+        prefill = {record.ref for record in live if Role.PREFILL in record.member.roles}
+        decode = [record for record in live if Role.DECODE in record.member.roles]
+        reasons = []
+        if not prefill:
+            reasons.append("no live prefill worker")
+        if not decode:
+            reasons.append("no live decode worker")
+        if prefill and decode and not any(prefill & record.connected_to() for record in decode):
+            reasons.append("no decode worker has connected to a prefill worker")
+        return reasons

@@ -1,0 +1,129 @@
+"""The router's view of one request, and the automaton it walks.
+
+    QUEUED ──place──▶ RESERVING ──granted──▶ PREFILLING ──first decode event──▶ DECODING
+       ▲                  │ (FULL: stays, at the head of that worker's line)        │
+       └───── retry: prompt + delivered tokens, attempt + 1, within the budget ─────┤
+                                                                                    ▼
+                        any state ──token ends it, stop string, cancel, error──▶  ENDED
+
+Delivered is final: a token that the listener has accepted for an index is that index's token for
+ever; every new attempt begins after the delivered ones. Only this automaton ends a request, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec
+from kvferry.engine.stopping import Finish
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.worker.messages import DecodeStats, NodeRef, PrefillRequest, PrefillStats, Reserve
+
+
+class RequestState(Enum):
+    """See the module."""
+
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One leg placed on a worker: the message that asked for it and its newest number."""
+
+    worker: NodeRef
+    body: Reserve | PrefillRequest
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """The listener found a stop string: how many of the offered tokens count, and the finish."""
+
+    num_tokens: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The one terminal event. ``error`` is set exactly when the reason is ERROR."""
+
+    finish: Finish
+    error: KVFerryError | None = None
+
+
+class RequestListener(Protocol):
+    """Who receives a request's tokens: a front door's session."""
+
+    def on_tokens(
+        self, first_index: int, token_ids: tuple[int, ...], now: float
+    ) -> StopMatch | None:
+        """Accept new tokens, contiguous and exactly once; may find a stop string in them."""
+        ...
+
+    def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
+        """The request has ended; nothing follows."""
+        ...
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """State of one request at the router.
+
+    Attributes:
+        spec: the request as submitted, without delivered tokens.
+        delivered: output tokens that the listener has accepted.
+        token_times: when each was accepted, router clock.
+        attempt: the current attempt; events of any other are dropped.
+        full: the decode worker keeps a place but has no blocks yet.
+        decode, prefill: the legs placed for the current attempt.
+        dispatched_at: when the first leg that computes was first sent.
+        waiting_since: since when no worker could take it (placement waits at most worker_wait).
+    """
+
+    spec: RequestSpec
+    listener: RequestListener
+    received_at: float
+    arrival: int
+    attempt: Attempt
+    state: RequestState = RequestState.QUEUED
+    delivered: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    full: bool = False
+    decode: Ticket | None = None
+    prefill: Ticket | None = None
+    planned_prefill: NodeRef | None = None
+    prefill_here: bool = False
+    num_attempts: int = 1
+    dispatched_at: float | None = None
+    waiting_since: float | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    prefill_stats: PrefillStats | None = None
+    decode_stats: DecodeStats | None = None
+    end: RequestEnd | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request's id."""
+        return self.spec.request_id
+
+    @property
+    def num_kv_prompt(self) -> int:
+        """Positions that a new attempt must have KV for: prompt and delivered tokens."""
+        return len(self.spec.prompt_token_ids) + len(self.delivered)
+
+    @property
+    def first_own_index(self) -> int:
+        """Output index of the first token that the current attempt samples."""
+        ticket = self.decode
+        return len(ticket.body.spec.suffixes[0]) if ticket is not None else len(self.delivered)
+
+
+ABORTED = Finish(FinishReason.ABORT)
+FAILED = Finish(FinishReason.ERROR)

@@ -1,0 +1,523 @@
+"""The router: places requests, watches their legs, delivers their tokens, ends each once.
+
+Plain, synchronous and deterministic: messages and the clock come in; envelopes come out of
+``outbox`` and tokens go to each request's listener. Knows requests and workers; does not know
+text, gRPC, Ray or sockets. The request's automaton is drawn in ``cluster.routed_request``.
+
+Requests wait here, in order of arrival, and are placed late: one is reserved on a decode worker
+before any prefill starts. The periodic lists heal whatever message was lost: a leg that a worker
+should hold and does not name is asked for again, one that it should not hold is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+
+from kvferry.cluster.errors import Overloaded, RequestPoisoned, WorkerLost
+from kvferry.cluster.policy import Policy
+from kvferry.cluster.registry import WorkerRecord, WorkerRegistry
+from kvferry.cluster.routed_request import (
+    ABORTED,
+    FAILED,
+    RequestEnd,
+    RequestListener,
+    RequestState,
+    RoutedRequest,
+    Ticket,
+)
+from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId, RequestSpec
+from kvferry.engine.stopping import Finish, finish_after
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_transfer.connector import TransferFailed
+from kvferry.worker import messages as m
+from kvferry.worker.channel import Channels
+from kvferry.worker.messages import (
+    Body,
+    Envelope,
+    FailureCause,
+    Leg,
+    LegState,
+    Member,
+    NodeRef,
+    ReserveOutcome,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Limits; times in seconds. ``max_attempts`` counts placements of one request."""
+
+    queue_limit: int = 1024
+    max_attempts: int = 3
+    worker_wait: float = 30.0
+    list_period: float = 1.0
+    heartbeat: float = 0.5
+    heartbeat_timeout: float = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One placement, for ``status``."""
+
+    request: RoutedRequest
+    policy: str
+    prefill_worker: str | None
+    decode_worker: str
+    reason: str
+
+
+class Router:
+    """See the module."""
+
+    def __init__(self, ref: NodeRef, address: str, policy: Policy, config: RouterConfig) -> None:
+        self.ref = ref
+        self.address = address
+        self.policy = policy
+        self.config = config
+        self.channels = Channels(ref)
+        self.workers = WorkerRegistry()
+        self.requests: dict[RequestId, RoutedRequest] = {}
+        self.outbox: deque[Envelope] = deque()
+        self.counters: Counter[str] = Counter()
+        self.decisions: deque[Decision] = deque(maxlen=256)
+        self.audits: deque[tuple[NodeRef, m.AuditReport]] = deque(maxlen=256)
+        self._queue: list[RoutedRequest] = []
+        self._arrivals = 0
+        self._next_lists = 0.0
+        self._next_beat = 0.0
+
+    # --- workers ----------------------------------------------------------------------------
+
+    def register(self, member: Member, now: float) -> None:
+        """A worker is there; everybody is told."""
+        self.channels.know(member.ref)
+        self.workers.add(member, now)
+        self._broadcast_membership()
+
+    def worker_died(self, ref: NodeRef, why: str, now: float) -> None:
+        """A worker is dead (or taken for it): its legs are placed anew. Unknown: nothing."""
+        record = self.workers.remove(ref)
+        if record is None:
+            return
+        logger.warning("worker %s epoch %d is lost: %s", ref.node_id, ref.epoch, why)
+        self.counters["worker_deaths"] += 1
+        self.channels.forget(ref)
+        self._broadcast_membership()
+        for request in list(self.requests.values()):
+            if request.decode is not None and request.decode.worker == ref:
+                self._retry(request, FailureCause.SOURCE_LOST, f"{ref.node_id}: {why}", now)
+            elif request.prefill is not None and request.prefill.worker == ref:
+                self._prefill_lost(request, f"{ref.node_id}: {why}", now)
+        self._place(now)
+
+    def _prefill_lost(self, request: RoutedRequest, why: str, now: float) -> None:
+        """Token 1 delivered: the router has the hand-off record. Else a new attempt."""
+        own = request.delivered[request.first_own_index :]
+        if not own or request.decode is None:
+            self._retry(request, FailureCause.SOURCE_LOST, why, now)
+            return
+        self._drop_prefill(request, cancel=False)
+        num_computed = len(request.decode.body.spec.kv_prompt())
+        self._send(
+            request.decode.worker,
+            m.HandOffRecord(
+                request.request_id, request.attempt, m.HandOff((own[0],), num_computed)
+            ),
+        )
+
+    # --- the front door's side --------------------------------------------------------------
+
+    def submit(self, spec: RequestSpec, listener: RequestListener, now: float) -> RoutedRequest:
+        """Take a request in; raises Overloaded when the queue is full."""
+        if len(self._queue) >= self.config.queue_limit:
+            self.counters["rejected"] += 1
+            raise Overloaded(
+                f"{len(self._queue)} requests are waiting, the limit is "
+                f"{self.config.queue_limit}; try again later",
+                retry_after_s=1.0,
+            )
+        self._arrivals += 1
+        request = RoutedRequest(
+            spec, listener, now, self._arrivals, Attempt(self.ref.epoch, 1), waiting_since=now
+        )
+        self.requests[spec.request_id] = request
+        self._queue.append(request)
+        self.counters["accepted"] += 1
+        self._place(now)
+        return request
+
+    def cancel(self, request_id: RequestId, now: float) -> bool:
+        """End a request in whatever state it is; False if it is not (any more) known."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, RequestEnd(ABORTED), now)
+        self._place(now)
+        return True
+
+    # --- messages ---------------------------------------------------------------------------
+
+    def deliver(self, envelope: Envelope, now: float) -> None:
+        """Take one arriving message."""
+        if not self.channels.accept(envelope):
+            return
+        record = self.workers.get(envelope.sender)
+        if record is None:
+            return
+        record.last_heard = now
+        match envelope.body:
+            case m.WorkerHeartbeat(load, step_age_s):
+                record.load, record.step_age_s = load, step_age_s
+            case m.ReserveReply() as reply:
+                self._reserved(envelope.sender, reply, now)
+            case m.PrefillDone() as done:
+                self._prefill_done(envelope.sender, done, now)
+            case m.TokenEvents(events):
+                for event in events:
+                    self._token_event(envelope.sender, event, now)
+            case m.LegFailed() as failure:
+                self._leg_failed(envelope.sender, failure, now)
+            case m.HeldList(items):
+                self._held(record, envelope, items, now)
+            case m.AuditReport() as report:
+                self.audits.append((envelope.sender, report))
+            case _:
+                self.counters["unexpected_messages"] += 1
+        self._place(now)
+
+    def _current(
+        self, sender: NodeRef, request_id: RequestId, attempt: Attempt, leg: Leg
+    ) -> RoutedRequest | None:
+        """The request, if this worker holds that leg of its current attempt; else counted."""
+        request = self.requests.get(request_id)
+        if request is not None and request.attempt == attempt:
+            ticket = request.decode if leg is Leg.DECODE else request.prefill
+            if ticket is not None and ticket.worker == sender:
+                return request
+        self.counters["stale_refused"] += 1
+        return None
+
+    def _reserved(self, sender: NodeRef, reply: m.ReserveReply, now: float) -> None:
+        request = self._current(sender, reply.request_id, reply.attempt, Leg.DECODE)
+        if request is None:
+            return
+        if reply.outcome is ReserveOutcome.FULL:
+            self._is_full(request)
+        else:
+            self._granted(request, reply.missing_from, now)
+
+    def _is_full(self, request: RoutedRequest) -> None:
+        if request.state is not RequestState.RESERVING or request.decode is None:
+            return
+        request.full = True
+        request.planned_prefill = None
+        record = self.workers.get(request.decode.worker)
+        if record is not None:
+            record.waiting = request.request_id
+        self._uncount_prefill(request)
+
+    def _granted(self, request: RoutedRequest, missing_from: int, now: float) -> None:
+        if request.state is not RequestState.RESERVING or request.decode is None:
+            return
+        request.full = False
+        record = self.workers.get(request.decode.worker)
+        if record is not None and record.waiting == request.request_id:
+            record.waiting = None
+        if request.prefill_here:
+            request.state = RequestState.PREFILLING
+            request.dispatched_at = request.dispatched_at or now
+            return
+        target = request.planned_prefill or self.policy.choose_prefill(
+            request.num_kv_prompt, request.decode.worker, self.workers.views(), windowed=False
+        )
+        if target is None or self.workers.get(target) is None:
+            self._requeue(request)
+            return
+        request.state = RequestState.PREFILLING
+        request.dispatched_at = request.dispatched_at or now
+        request.prefill_worker = target.node_id
+        body = m.PrefillRequest(
+            request.decode.body.spec, request.attempt, request.decode.worker, missing_from
+        )
+        request.prefill = Ticket(target, body, self._send(target, body))
+        self._count_prefill(request, target)
+
+    def _prefill_done(self, sender: NodeRef, done: m.PrefillDone, now: float) -> None:
+        request = self._current(sender, done.request_id, done.attempt, Leg.PREFILL)
+        if request is None:
+            return
+        request.prefill_stats = request.prefill_stats or done.stats
+        self._uncount_prefill(request)
+        index = request.first_own_index
+        self._deliver_tokens(request, index, done.token_ids, now)
+        if request.end is None:
+            finish = finish_after(request.spec, index, request.delivered[index])
+            if finish is not None and len(request.delivered) == index + 1:
+                self._end(request, RequestEnd(finish), now)
+
+    def _token_event(self, sender: NodeRef, event: m.TokenEvent, now: float) -> None:
+        request = self._current(sender, event.request_id, event.attempt, Leg.DECODE)
+        if request is None:
+            return
+        if event.stats is not None:
+            request.decode_stats = event.stats
+            request.prefill_stats = request.prefill_stats or event.stats.prefill
+        if request.state is RequestState.PREFILLING:
+            request.state = RequestState.DECODING
+            self._drop_prefill(request, cancel=True)
+        if event.first_index > len(request.delivered):
+            self._send(sender, m.Replay(event.request_id, event.attempt, len(request.delivered)))
+            return
+        self._deliver_tokens(request, event.first_index, event.token_ids, now)
+        complete = len(request.delivered) == event.first_index + len(event.token_ids)
+        if request.end is None and event.finish_reason is not None and complete:
+            finish = Finish(FinishReason(event.finish_reason), event.stop_reason)
+            self._end(request, RequestEnd(finish), now)
+
+    def _deliver_tokens(
+        self, request: RoutedRequest, first_index: int, token_ids: tuple[int, ...], now: float
+    ) -> None:
+        """Give the listener what it has not had; an index delivered before is dropped."""
+        known = len(request.delivered) - first_index
+        fresh = token_ids[known:]
+        if not fresh:
+            return
+        first = len(request.delivered)
+        match = request.listener.on_tokens(first, fresh, now)
+        accepted = fresh if match is None else fresh[: match.num_tokens]
+        request.delivered.extend(accepted)
+        request.token_times.extend([now] * len(accepted))
+        if match is not None:
+            self._end(request, RequestEnd(match.finish), now)
+
+    def _leg_failed(self, sender: NodeRef, failure: m.LegFailed, now: float) -> None:
+        request = self._current(sender, failure.request_id, failure.attempt, failure.leg)
+        if request is None:
+            return
+        if failure.cause is FailureCause.SHAPE:
+            error = InvalidRequest(f"{sender.node_id}: {failure.message}")
+            self._end(request, RequestEnd(FAILED, error), now)
+        else:
+            why = f"{sender.node_id}: {failure.message}"
+            self._retry(request, failure.cause, why, now)
+
+    # --- lists ------------------------------------------------------------------------------
+
+    def _held(
+        self,
+        record: WorkerRecord,
+        envelope: Envelope,
+        items: tuple[m.HeldItem, ...],
+        now: float,
+    ) -> None:
+        """Compare what a worker holds with what is wanted there; heal both ways."""
+        held = set()
+        for item in items:
+            request = self.requests.get(item.request_id)
+            ticket = None
+            if request is not None and request.attempt == item.attempt:
+                ticket = request.decode if item.leg is Leg.DECODE else request.prefill
+            if request is None or ticket is None or ticket.worker != record.ref:
+                self._send(record.ref, m.CancelLeg(item.request_id, item.attempt, item.leg))
+                continue
+            held.add((item.request_id, item.leg))
+            if item.leg is Leg.DECODE and item.state is LegState.FULL:
+                self._is_full(request)
+            elif item.leg is Leg.DECODE and ticket.seq <= envelope.heard:
+                self._granted(request, item.missing_from, now)
+        for request_id, leg in self._placed_on(record):
+            request = self.requests[request_id]
+            ticket = request.decode if leg is Leg.DECODE else request.prefill
+            if ticket is None or (request_id, leg) in held or ticket.seq > envelope.heard:
+                continue
+            ticket.seq = self._send(record.ref, ticket.body)
+
+    def _placed_on(self, record: WorkerRecord) -> list[tuple[RequestId, Leg]]:
+        placed = []
+        for request in self.requests.values():
+            if request.decode is not None and request.decode.worker == record.ref:
+                placed.append((request.request_id, Leg.DECODE))
+            if request.prefill is not None and request.prefill.worker == record.ref:
+                placed.append((request.request_id, Leg.PREFILL))
+        return placed
+
+    # --- time -------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Drive every timer; called a few times per heartbeat period."""
+        for record in self.workers:
+            silent = now - record.last_heard
+            if silent > self.config.heartbeat_timeout:
+                self.worker_died(record.ref, f"silent for {silent:.1f} s", now)
+        if now >= self._next_beat:
+            self._next_beat = now + self.config.heartbeat
+            for record in self.workers:
+                beat = self.channels.stamp_heartbeat(record.ref, m.RouterHeartbeat())
+                self.outbox.append(beat)
+        if now >= self._next_lists:
+            self._next_lists = now + self.config.list_period
+            for record in self.workers:
+                known = record.load.membership_version if record.load is not None else -1
+                if known != self.workers.version:
+                    self._send(record.ref, self._membership())
+                self._send_list(record)
+        self._give_up_waiting(now)
+        self._place(now)
+
+    def _send_list(self, record: WorkerRecord) -> None:
+        items = tuple(
+            m.WantedItem(
+                request_id,
+                self.requests[request_id].attempt,
+                leg,
+                len(self.requests[request_id].delivered),
+            )
+            for request_id, leg in self._placed_on(record)
+        )
+        if items:
+            self._send(record.ref, m.WantedList(items))
+
+    def _give_up_waiting(self, now: float) -> None:
+        """Requests that no worker could ever take since ``worker_wait`` end; others wait on."""
+        reasons = self.workers.not_ready_reasons()
+        for request in list(self._queue):
+            if not reasons:
+                request.waiting_since = now
+            elif now - (request.waiting_since or now) > self.config.worker_wait:
+                error = WorkerLost(
+                    f"{'; '.join(reasons)} for {self.config.worker_wait:g} s; try again later"
+                )
+                self._end(request, RequestEnd(FAILED, error), now)
+
+    def _broadcast_membership(self) -> None:
+        for record in self.workers:
+            self._send(record.ref, self._membership())
+
+    def _membership(self) -> m.Membership:
+        members = tuple(record.member for record in self.workers)
+        return m.Membership(self.workers.version, self.address, members)
+
+    # --- placement, retry, end --------------------------------------------------------------
+
+    def _place(self, now: float) -> None:
+        """Place waiting requests in order, until one must wait."""
+        while self._queue:
+            request = self._queue[0]
+            placement = self.policy.place(request.num_kv_prompt, self.workers.views())
+            if placement is None:
+                return
+            self._queue.pop(0)
+            request.state = RequestState.RESERVING
+            request.decode_worker = placement.decode.node_id
+            request.prefill_here = placement.prefill is None
+            request.planned_prefill = placement.prefill
+            if request.prefill_here:
+                request.prefill_worker = placement.decode.node_id
+            spec = replace(request.spec, suffixes=(tuple(request.delivered),))
+            body = m.Reserve(spec, request.attempt, request.prefill_here)
+            request.decode = Ticket(placement.decode, body, self._send(placement.decode, body))
+            record = self.workers.get(placement.decode)
+            assert record is not None
+            record.decode[request.request_id] = request.num_kv_prompt
+            self._count_prefill(request, placement.prefill or placement.decode)
+            self.decisions.append(
+                Decision(
+                    request,
+                    self.policy.name,
+                    request.planned_prefill.node_id if request.planned_prefill else None,
+                    placement.decode.node_id,
+                    placement.reason,
+                )
+            )
+
+    def _count_prefill(self, request: RoutedRequest, worker: NodeRef) -> None:
+        self._uncount_prefill(request)
+        record = self.workers.get(worker)
+        if record is not None:
+            record.prefill[request.request_id] = request.num_kv_prompt
+
+    def _uncount_prefill(self, request: RoutedRequest) -> None:
+        for record in self.workers:
+            record.prefill.pop(request.request_id, None)
+
+    def _drop_prefill(self, request: RoutedRequest, cancel: bool) -> None:
+        self._uncount_prefill(request)
+        ticket, request.prefill = request.prefill, None
+        if ticket is not None and cancel:
+            self._send(ticket.worker, m.CancelLeg(request.request_id, request.attempt, Leg.PREFILL))
+
+    def _drop_legs(self, request: RoutedRequest) -> None:
+        """Cancel both legs of the current attempt and forget what was counted for them."""
+        self._drop_prefill(request, cancel=True)
+        ticket, request.decode = request.decode, None
+        request.planned_prefill = None
+        request.full = False
+        if ticket is None:
+            return
+        record = self.workers.get(ticket.worker)
+        if record is not None:
+            record.decode.pop(request.request_id, None)
+            if record.waiting == request.request_id:
+                record.waiting = None
+        self._send(ticket.worker, m.CancelLeg(request.request_id, request.attempt, Leg.DECODE))
+
+    def _retry(self, request: RoutedRequest, cause: FailureCause, why: str, now: float) -> None:
+        """A new attempt, prompt + delivered tokens, within the budget."""
+        finish = self._finish_of_delivered(request)
+        if finish is not None:  # only its terminal event was lost
+            self._end(request, RequestEnd(finish), now)
+        elif request.num_attempts >= self.config.max_attempts:
+            error = _error_for(cause, f"{why} (attempt {request.num_attempts}, the last allowed)")
+            self._end(request, RequestEnd(FAILED, error), now)
+        else:
+            logger.info("request %s is tried again: %s", request.request_id, why)
+            self.counters["recovered"] += 1
+            request.num_attempts += 1
+            self._requeue(request)
+
+    def _requeue(self, request: RoutedRequest) -> None:
+        self._drop_legs(request)
+        request.attempt = Attempt(self.ref.epoch, request.attempt.number + 1)
+        request.state = RequestState.QUEUED
+        insort(self._queue, request, key=lambda r: r.arrival)
+
+    def _finish_of_delivered(self, request: RoutedRequest) -> Finish | None:
+        if not request.delivered:
+            return None
+        last = len(request.delivered) - 1
+        return finish_after(request.spec, last, request.delivered[last])
+
+    def _end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
+        """The one place where a request ends."""
+        if request.end is not None:
+            return
+        request.end = end
+        del self.requests[request.request_id]
+        if request.state is RequestState.QUEUED:
+            self._queue.remove(request)
+        self._drop_legs(request)
+        request.state = RequestState.ENDED
+        self.counters[f"finished_{end.finish.reason.value}"] += 1
+        if request.decode_stats is not None:
+            self.counters["preempted"] += request.decode_stats.num_preemptions
+        request.listener.on_end(request, end, now)
+
+    def _send(self, receiver: NodeRef, body: Body) -> int:
+        if self.workers.get(receiver) is None:
+            return 0
+        envelope = self.channels.stamp(receiver, body)
+        self.outbox.append(envelope)
+        return envelope.seq
+
+
+def _error_for(cause: FailureCause, message: str) -> KVFerryError:
+    if cause is FailureCause.TRANSFER:
+        return TransferFailed(message)
+    if cause is FailureCause.STEP:
+        return RequestPoisoned(message)
+    return WorkerLost(message)

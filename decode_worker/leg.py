@@ -1,0 +1,137 @@
+"""One decode leg: the decode worker's half of an attempt.
+
+FULL → RESERVED → RUNNING → FINISHED          any state → gone
+  FULL: a place is kept, no block is held. RESERVED: all prompt blocks are held, and are
+  being filled by reads (or, with ``prefill_here``, by the engine, which is RUNNING at once).
+  FINISHED: the output is kept until the router lets go of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvferry.engine.sequence import SequenceState
+from kvferry.engine.stopping import Finish
+from kvferry.kv_cache.block_table import BlockTable
+from kvferry.kv_cache.hashing import HashChain
+from kvferry.kv_transfer.connector import ReadId
+from kvferry.worker.messages import (
+    AnnouncedBlock,
+    DecodeStats,
+    HandOff,
+    LegState,
+    NodeRef,
+    PrefillStats,
+    Reserve,
+    TransferStats,
+)
+from kvferry.worker.wanted import WantedMark
+
+
+@dataclass(slots=True)
+class Pull:
+    """The blocks of one reservation on their way here, keyed by first position.
+
+    Invariant: ``verified_until`` is the end of the leading run of verified blocks; a block is in
+    at most one of ``reading`` (by read) and ``verified``.
+    """
+
+    source: NodeRef | None = None
+    announced: dict[int, AnnouncedBlock] = field(default_factory=dict)
+    reading: dict[ReadId, set[int]] = field(default_factory=dict)
+    verified: dict[int, int] = field(default_factory=dict)  # first position -> end
+    failures: Counter[int] = field(default_factory=Counter)
+    verified_until: int = 0
+    unacknowledged: bool = False
+    connector: str = ""
+    setup_s: float | None = None
+    first_read_at: float | None = None
+    last_verified_at: float | None = None
+    hand_off_at: float | None = None
+    bytes_moved: int = 0
+    reads_failed: int = 0
+    blocks_before_last_chunk: int = 0
+
+    def mark_verified(self, start: int, num_tokens: int) -> None:
+        """A block has arrived whole; extend the leading run."""
+        self.verified[start] = start + num_tokens
+        while self.verified_until in self.verified:
+            self.verified_until = self.verified[self.verified_until]
+
+    def is_reading(self, start: int) -> bool:
+        """Whether a read of the block at ``start`` is running."""
+        return any(start in starts for starts in self.reading.values())
+
+    def stats(self) -> TransferStats:
+        """What was moved, and how long it took on this worker's clock."""
+        whole = exposed = None
+        if self.first_read_at is not None and self.last_verified_at is not None:
+            whole = self.last_verified_at - self.first_read_at
+            if self.hand_off_at is not None:
+                exposed = max(0.0, self.last_verified_at - self.hand_off_at)
+        return TransferStats(
+            self.connector,
+            len(self.verified),
+            self.bytes_moved,
+            0,
+            self.reads_failed,
+            self.blocks_before_last_chunk,
+            whole,
+            exposed,
+            self.setup_s,
+        )
+
+
+@dataclass(slots=True)
+class DecodeLeg:
+    """State of one leg.
+
+    Attributes:
+        output: every output token of the request known here, delivered ones included.
+        first_own_index: output index of the first token that this leg reports.
+        reported: output tokens reported to the router so far (an index).
+        last_event_seq: number of the message that carried the last report.
+        ready_at: when every block was verified and the hand-off there.
+    """
+
+    request: Reserve
+    router: NodeRef
+    wanted: WantedMark
+    hashes: HashChain
+    received_at: float
+    state: LegState = LegState.FULL
+    table: BlockTable | None = None
+    pull: Pull = field(default_factory=Pull)
+    hand_off: HandOff | None = None
+    sequence: SequenceState | None = None
+    output: list[int] = field(default_factory=list)
+    reported: int = 0
+    last_event_seq: int = 0
+    finish: Finish | None = None
+    ready_at: float | None = None
+    decode_wait_s: float | None = None
+    first_step_s: float | None = None
+    prefill: PrefillStats | None = None
+
+    @property
+    def first_own_index(self) -> int:
+        """Output index of the first token that this attempt samples."""
+        return len(self.request.spec.suffixes[0])
+
+    @property
+    def num_kv_prompt(self) -> int:
+        """Positions whose KV must be here before decode can begin."""
+        return len(self.request.spec.kv_prompt())
+
+    def stats(self) -> DecodeStats:
+        """How the leg has gone so far."""
+        sequence = self.sequence
+        return DecodeStats(
+            self.decode_wait_s,
+            self.first_step_s,
+            sequence.num_preemptions if sequence else 0,
+            sequence.recomputed_prompt_tokens if sequence else 0,
+            None if self.request.prefill_here else self.pull.stats(),
+            self.prefill,
+        )

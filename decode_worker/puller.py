@@ -1,0 +1,180 @@
+"""Pulling announced blocks into reserved ones: start reads, verify, retry, acknowledge.
+
+Owns what happens between an announcement and the moment every block of a reservation is
+verified. Reports the end of a pull to the role; does not decide what follows.
+
+A corrupt or failed block is read again, ``MAX_READS`` times in all; a stale one is not, for its
+source has moved on. Nothing unverified is ever sealed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvferry.decode_worker.leg import DecodeLeg
+from kvferry.kv_transfer.connector import BlockResult, Move, ReadStatus
+from kvferry.worker import messages as m
+from kvferry.worker.messages import AnnouncedBlock, Envelope, FailureCause, LegState, NodeRef
+from kvferry.worker.worker import Worker
+
+MAX_READS = 3
+
+
+class PullListener(Protocol):
+    """Who hears of a pull's end."""
+
+    def pull_advanced(self, leg: DecodeLeg, now: float) -> None:
+        """More blocks, or the hand-off, have arrived."""
+        ...
+
+    def pull_failed(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
+        """The blocks cannot be had from this source."""
+        ...
+
+
+class Puller:
+    """See the module."""
+
+    def __init__(self, worker: Worker, listener: PullListener) -> None:
+        self._worker = worker
+        self._pool = worker.engine.pool
+        self._listener = listener
+        self.blocks_moved = 0
+        self.bytes_moved = 0
+        self.reads_failed = 0
+
+    def announced(self, leg: DecodeLeg, envelope: Envelope, now: float) -> None:
+        """Take an announcement for a reservation: read what is new in it."""
+        announce = envelope.body
+        assert isinstance(announce, m.Announce)
+        pull = leg.pull
+        pull.source = envelope.sender
+        for block in announce.blocks:
+            if (
+                block.start + block.num_tokens <= pull.verified_until
+                or block.start in pull.verified
+            ):
+                continue
+            problem = self._mismatch(leg, envelope.sender, block)
+            if problem:
+                self._listener.pull_failed(leg, FailureCause.TRANSFER, problem)
+                return
+            known = pull.announced.get(block.start)
+            if known is not None and known.ref != block.ref:
+                pull.failures.pop(block.start, None)
+            pull.announced[block.start] = block
+        if announce.hand_off is not None and leg.hand_off is None:
+            leg.hand_off = announce.hand_off
+            pull.hand_off_at = now
+            pull.blocks_before_last_chunk = len(pull.verified)
+        self.read_missing(leg, now)
+        self.acknowledge(leg)
+        self._listener.pull_advanced(leg, now)
+
+    def read_missing(self, leg: DecodeLeg, now: float) -> None:
+        """Start reading every announced block that is neither verified nor being read."""
+        pull = leg.pull
+        peer = self._worker.peers.get(pull.source) if pull.source is not None else None
+        if peer is None or leg.table is None or leg.state is not LegState.RESERVED:
+            return  # the connection is tried again; the announcement will be repeated
+        wanted = [
+            block
+            for start, block in sorted(pull.announced.items())
+            if start not in pull.verified and not pull.is_reading(start)
+        ]
+        if not wanted:
+            return
+        size = self._worker.engine.block_size
+        moves = [
+            Move(
+                block.ref, leg.table.block_ids[block.start // size], block.num_tokens, block.digest
+            )
+            for block in wanted
+        ]
+        spec = leg.request.spec
+        read_id = self._worker.reads.start(
+            peer,
+            moves,
+            spec.request_id,
+            leg.request.attempt.number,
+            lambda result, at: self._ended(leg, wanted[result.index], result, at),
+        )
+        pull.reading[read_id] = {block.start for block in wanted}
+        pull.connector = peer.info.connector
+        if pull.first_read_at is None:
+            pull.first_read_at = now
+
+    def stop(self, leg: DecodeLeg) -> None:
+        """Fence every read of the leg."""
+        for read_id in list(leg.pull.reading):
+            self._worker.reads.cancel(read_id)
+        leg.pull.reading.clear()
+
+    def acknowledge(self, leg: DecodeLeg) -> None:
+        """Tell the source what is verified (cumulative)."""
+        leg.pull.unacknowledged = False
+        if leg.pull.source is not None:
+            self._worker.send(leg.pull.source, acknowledgement(leg))
+
+    def _mismatch(self, leg: DecodeLeg, sender: NodeRef, block: AnnouncedBlock) -> str:
+        """Why an announced block is not the one wanted at its position; empty if it is."""
+        size = self._worker.engine.block_size
+        prompt = leg.request.spec.kv_prompt()
+        end = min(block.start + size, len(prompt))
+        if block.start % size or block.start < 0 or block.start >= len(prompt):
+            return f"block announced at position {block.start}, not a block of this prompt"
+        if block.start + block.num_tokens != end:
+            return f"block at {block.start} announced with {block.num_tokens} tokens"
+        if block.ref.epoch != sender.epoch:
+            return f"block at {block.start} is of epoch {block.ref.epoch}, not {sender.epoch}"
+        expected = leg.hashes.at(block.start // size, prompt)
+        if block.block_hash != expected:
+            return (
+                f"block at {block.start} has chain hash {block.block_hash.hex()}, "
+                f"this worker computes {expected.hex()}"
+            )
+        return ""
+
+    def _ended(
+        self, leg: DecodeLeg, block: AnnouncedBlock, result: BlockResult, now: float
+    ) -> None:
+        pull = leg.pull
+        starts = pull.reading.get(result.read_id)
+        if starts is None or leg.table is None:
+            return
+        starts.discard(block.start)
+        if not starts:
+            del pull.reading[result.read_id]
+        if result.status is ReadStatus.OK:
+            index = block.start // self._worker.engine.block_size
+            prompt = leg.request.spec.kv_prompt()
+            self._pool.seal(result.move.target, block.num_tokens, leg.hashes.at(index, prompt))
+            pull.mark_verified(block.start, block.num_tokens)
+            pull.bytes_moved += result.num_bytes
+            pull.last_verified_at = now
+            pull.unacknowledged = True
+            self.blocks_moved += 1
+            self.bytes_moved += result.num_bytes
+            return
+        pull.reads_failed += 1
+        self.reads_failed += 1
+        pull.failures[block.start] += 1
+        if pull.failures[block.start] >= MAX_READS or result.status is ReadStatus.STALE:
+            self._listener.pull_failed(
+                leg,
+                FailureCause.TRANSFER,
+                f"block at position {block.start}: read {result.status.value} "
+                f"{pull.failures[block.start]} times",
+            )
+        else:
+            pull.unacknowledged = True
+
+
+def acknowledgement(leg: DecodeLeg) -> m.Acknowledge:
+    """What the leg's source should know: verified positions and whether the hand-off is here."""
+    return m.Acknowledge(
+        leg.request.spec.request_id,
+        leg.request.attempt,
+        leg.pull.verified_until,
+        leg.hand_off is not None,
+    )

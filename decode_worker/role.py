@@ -1,0 +1,383 @@
+"""The decode role: reserves blocks, pulls the prompt into them, decodes, reports tokens.
+
+Owns the legs and the line of those that found the pool FULL. Freed blocks go first to the
+engine's own preempted sequences, then are saved up for the oldest FULL request: nobody overtakes
+it, so a large request is not starved by small ones. Does not know where prompts are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvferry.decode_worker.leg import DecodeLeg
+from kvferry.decode_worker.puller import Puller, acknowledgement
+from kvferry.engine.request import Attempt, RequestId
+from kvferry.engine.sequence import SequenceProgress, SequenceState
+from kvferry.kv_cache.audit import Owner, OwnerKind
+from kvferry.kv_cache.block_table import BlockTable
+from kvferry.worker import messages as m
+from kvferry.worker.messages import (
+    Envelope,
+    FailureCause,
+    Leg,
+    LegState,
+    LoadReport,
+    NodeRef,
+    Role,
+)
+from kvferry.worker.wanted import EndedAttempts, WantedMark
+from kvferry.worker.worker import Worker
+
+LegKey = tuple[RequestId, Attempt]
+
+
+class DecodeRole:
+    """See the module. Invariant: a RESERVED or RUNNING leg holds every block of its prompt."""
+
+    role = Role.DECODE
+
+    def __init__(self, worker: Worker) -> None:
+        self.legs: dict[LegKey, DecodeLeg] = {}
+        self.puller = Puller(worker, self)
+        self._worker = worker
+        self._engine = worker.engine
+        self._ended = EndedAttempts()
+        self._outgoing: dict[NodeRef, list[tuple[DecodeLeg, m.TokenEvent]]] = {}
+        self._next_lists = 0.0
+        self._timed_step_at: float | None = None
+        self._step_s: float | None = None
+
+    # --- messages ---------------------------------------------------------------------------
+
+    def handle(self, envelope: Envelope, now: float) -> bool:
+        """Take a message; False if it does not concern this role."""
+        match envelope.body:
+            case m.Reserve() as request:
+                self._reserve(request, envelope, now)
+            case m.CancelLeg(request_id, attempt, Leg.DECODE):
+                leg = self.legs.get((request_id, attempt))
+                self._ended.add(request_id, attempt)
+                if leg is not None and leg.router == envelope.sender:
+                    self._drop(leg, now)
+            case m.WantedList(items):
+                self._judge_router(envelope, items, now)
+            case m.Announce(request_id, attempt):
+                self._announced(envelope, self.legs.get((request_id, attempt)), now)
+            case m.HandOffRecord(request_id, attempt, hand_off):
+                leg = self.legs.get((request_id, attempt))
+                if leg is not None and leg.router == envelope.sender:
+                    leg.hand_off = leg.hand_off or hand_off
+                    self.pull_advanced(leg, now)
+            case m.LeaseEnded(request_id, attempt):
+                leg = self.legs.get((request_id, attempt))
+                if leg is not None and leg.pull.source == envelope.sender:
+                    self._source_gone(leg, FailureCause.STALLED, "the source ended its lease")
+            case m.Replay(request_id, attempt, from_index):
+                leg = self.legs.get((request_id, attempt))
+                if leg is not None and leg.router == envelope.sender:
+                    self._report(leg, from_index)
+                    self.flush(now)
+            case _:
+                return False
+        return True
+
+    def _reserve(self, request: m.Reserve, envelope: Envelope, now: float) -> None:
+        spec, attempt = request.spec, request.attempt
+        key = (spec.request_id, attempt)
+        if key in self.legs:
+            leg = self.legs[key]
+            leg.wanted.since = envelope.seq
+            self._reply(leg)
+            return
+        newer = any(r == spec.request_id and a > attempt for r, a in self.legs)
+        if newer or self._ended.covers(*key):
+            self._fail(envelope.sender, key, FailureCause.ENDED, "this attempt has ended here")
+            return
+        for old in [leg for (r, _), leg in self.legs.items() if r == spec.request_id]:
+            self._drop(old, now)
+        most = min(len(spec.prompt_token_ids) + spec.sampling.max_tokens - 1, spec.max_model_len)
+        needed = self._engine.kv.blocks_for(most)
+        if needed > self._engine.pool.num_blocks:
+            self._fail(
+                envelope.sender,
+                key,
+                FailureCause.SHAPE,
+                f"{most} positions need {needed} blocks, this worker has "
+                f"{self._engine.pool.num_blocks}",
+            )
+            return
+        leg = DecodeLeg(
+            request,
+            envelope.sender,
+            WantedMark(envelope.seq),
+            self._engine.hash_chain(spec),
+            now,
+            output=list(spec.suffixes[0]),
+            reported=len(spec.suffixes[0]),
+        )
+        self.legs[key] = leg
+        self._grant_in_order()
+        if leg.state is LegState.FULL:
+            self._reply(leg)
+
+    def _grant_in_order(self) -> None:
+        """Give free blocks to FULL legs, oldest first, while the first in line fits."""
+        if self._engine.scheduler.has_preempted:
+            return
+        for leg in [leg for leg in self.legs.values() if leg.state is LegState.FULL]:
+            needed = self._engine.kv.blocks_for(leg.num_kv_prompt)
+            idle = self._engine.pool.num_free == self._engine.pool.num_blocks
+            spare = 0 if idle else self._engine.scheduler.watermark_blocks
+            if needed + spare > self._engine.pool.num_free:
+                return
+            table = BlockTable(self._engine.block_size, self._engine.pool.allocate(needed))
+            leg.table, leg.state = table, LegState.RESERVED
+            self._reply(leg)
+            if leg.request.prefill_here:
+                self._start(leg, num_computed_tokens=0)
+
+    def _reply(self, leg: DecodeLeg) -> None:
+        full = leg.state is LegState.FULL
+        self._worker.send(
+            leg.router,
+            m.ReserveReply(
+                leg.request.spec.request_id,
+                leg.request.attempt,
+                m.ReserveOutcome.FULL if full else m.ReserveOutcome.GRANTED,
+                leg.pull.verified_until,
+            ),
+        )
+
+    def _announced(self, envelope: Envelope, leg: DecodeLeg | None, now: float) -> None:
+        announce = envelope.body
+        assert isinstance(announce, m.Announce)
+        if leg is None or leg.state is LegState.FULL or leg.request.prefill_here:
+            refused = m.PullRefused(announce.request_id, announce.attempt)
+            self._worker.send(envelope.sender, refused)
+        else:
+            self.puller.announced(leg, envelope, now)
+
+    def _judge_router(
+        self, envelope: Envelope, items: tuple[m.WantedItem, ...], now: float
+    ) -> None:
+        wanted = {(i.request_id, i.attempt): i for i in items if i.leg is Leg.DECODE}
+        for key, leg in list(self.legs.items()):
+            if leg.router != envelope.sender:
+                continue
+            item = wanted.get(key)
+            if leg.wanted.judge(item is not None, envelope.seq):
+                self._drop(leg, now)
+            elif item is not None and leg.last_event_seq <= envelope.heard:
+                lost = item.tokens_received < leg.reported
+                unheard_finish = leg.finish is not None and leg.reported == len(leg.output)
+                if lost or unheard_finish:
+                    self._report(leg, item.tokens_received)
+        self.flush(now)
+
+    # --- pulling and starting ---------------------------------------------------------------
+
+    def pull_advanced(self, leg: DecodeLeg, now: float) -> None:
+        """Start decoding when every block is verified and the hand-off is here."""
+        if leg.state is not LegState.RESERVED or leg.hand_off is None:
+            return
+        if leg.pull.verified_until < leg.hand_off.num_computed_tokens:
+            return
+        leg.ready_at = now
+        leg.output.extend(leg.hand_off.token_ids)
+        self._start(leg, leg.hand_off.num_computed_tokens)
+
+    def pull_failed(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
+        """The blocks cannot be had: the leg fails, nothing unverified is used."""
+        self._fail_leg(leg, cause, message)
+
+    def _start(self, leg: DecodeLeg, num_computed_tokens: int) -> None:
+        assert leg.table is not None
+        if num_computed_tokens:
+            leg.table.num_sealed = len(leg.table.block_ids)
+        leg.state = LegState.RUNNING
+        leg.sequence = self._engine.new_sequence(
+            leg.request.spec,
+            leg.request.attempt,
+            self,
+            table=leg.table,
+            hashes=leg.hashes,
+            output_token_ids=tuple(leg.output[leg.first_own_index :]),
+            num_computed_tokens=num_computed_tokens,
+        )
+
+    # --- the engine -------------------------------------------------------------------------
+
+    def on_progress(self, progress: SequenceProgress, now: float) -> None:
+        """Note a new token; it leaves with the others of this step."""
+        sequence = progress.sequence
+        leg = self.legs[(sequence.key.request_id, sequence.key.attempt)]
+        if progress.token_id is None:
+            return
+        self._time_first(leg, sequence, now)
+        self._time_step(progress, now)
+        leg.output.append(progress.token_id)
+        if progress.finish is not None:
+            leg.finish, leg.state = progress.finish, LegState.FINISHED
+        self._report(leg, leg.reported)
+
+    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
+        """The step failed: so does the leg."""
+        leg = self.legs[(sequence.key.request_id, sequence.key.attempt)]
+        self._fail_leg(leg, FailureCause.STEP, message)
+
+    def _time_first(self, leg: DecodeLeg, sequence: SequenceState, now: float) -> None:
+        """Measure the wait and the first decode step, once each, on this worker's clock."""
+        started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
+        if leg.request.prefill_here and leg.prefill is None:
+            leg.prefill = m.PrefillStats(
+                started - leg.received_at,
+                now - started,
+                sequence.num_prefill_chunks,
+                sequence.recomputed_prompt_tokens,
+                sequence.num_preemptions,
+            )
+            leg.ready_at = now
+        elif leg.first_step_s is None and leg.ready_at is not None:
+            begun = self._engine.step_started_at
+            leg.decode_wait_s = max(0.0, begun - leg.ready_at)
+            leg.first_step_s = now - begun
+
+    def _time_step(self, progress: SequenceProgress, now: float) -> None:
+        """Smoothed duration of decode steps, for the load report; once per step."""
+        begun = self._engine.step_started_at
+        if progress.num_computed == 1 and begun != self._timed_step_at:
+            self._timed_step_at = begun
+            took = now - begun
+            self._step_s = took if self._step_s is None else 0.9 * self._step_s + 0.1 * took
+
+    def _report(self, leg: DecodeLeg, from_index: int) -> None:
+        """Queue the leg's tokens from an output index on (and its finish) for the router."""
+        first = max(leg.first_own_index, min(from_index, len(leg.output)))
+        early = first <= leg.first_own_index + 1
+        event = m.TokenEvent(
+            leg.request.spec.request_id,
+            leg.request.attempt,
+            0,
+            first,
+            tuple(leg.output[first:]),
+            leg.finish.reason.value if leg.finish else None,
+            leg.finish.stop_reason
+            if leg.finish and isinstance(leg.finish.stop_reason, int)
+            else None,
+            leg.stats() if leg.finish or early else None,
+        )
+        leg.reported = len(leg.output)
+        self._outgoing.setdefault(leg.router, []).append((leg, event))
+
+    # --- time and death ---------------------------------------------------------------------
+
+    def flush(self, now: float) -> None:
+        """Acknowledge what was verified, start what is complete, send each router its tokens."""
+        for leg in list(self.legs.values()):
+            if leg.state is LegState.RESERVED and leg.pull.unacknowledged:
+                self.puller.read_missing(leg, now)
+                self.puller.acknowledge(leg)
+                self.pull_advanced(leg, now)
+        outgoing, self._outgoing = self._outgoing, {}
+        for router, events in outgoing.items():
+            seq = self._worker.send(router, m.TokenEvents(tuple(event for _, event in events)))
+            for leg, _ in events:
+                leg.last_event_seq = seq
+        self._grant_in_order()
+
+    def tick(self, now: float) -> None:
+        """Send the sources the list of what is still wanted; grant what fits."""
+        self._grant_in_order()
+        if now < self._next_lists:
+            return
+        self._next_lists = now + self._worker.times.list_period
+        waiting = [leg for leg in self.legs.values() if leg.state is LegState.RESERVED]
+        for leg in waiting:
+            self.puller.read_missing(leg, now)
+        if not waiting:
+            return
+        for ref, member in self._worker.members.items():
+            if Role.PREFILL in member.roles and ref != self._worker.ref:
+                self._worker.send(
+                    ref,
+                    m.PullList(
+                        tuple(
+                            acknowledgement(leg)
+                            for leg in waiting
+                            if leg.pull.source is None or leg.pull.source == ref
+                        )
+                    ),
+                )
+
+    def drop_router(self, router: NodeRef) -> None:
+        """Release every leg of a dead router."""
+        self._outgoing.pop(router, None)
+        for leg in [leg for leg in self.legs.values() if leg.router == router]:
+            self._drop(leg, 0.0)
+
+    def drop_peer(self, peer: NodeRef) -> None:
+        """A dead source announces nothing more; what is complete here goes on."""
+        for leg in [leg for leg in self.legs.values() if leg.pull.source == peer]:
+            self._source_gone(leg, FailureCause.SOURCE_LOST, f"{peer.node_id} is gone")
+
+    def _source_gone(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
+        if leg.state is LegState.RESERVED and leg.pull.verified_until < leg.num_kv_prompt:
+            self._fail_leg(leg, cause, message)
+
+    def _fail_leg(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
+        key = (leg.request.spec.request_id, leg.request.attempt)
+        self._fail(leg.router, key, cause, message)
+        self._drop(leg, 0.0)
+
+    def _fail(self, router: NodeRef, key: LegKey, cause: FailureCause, message: str) -> None:
+        self._worker.send(router, m.LegFailed(*key, Leg.DECODE, cause, message))
+
+    def _drop(self, leg: DecodeLeg, now: float) -> None:
+        """End a leg in any state: reads are fenced first, then its blocks are given back."""
+        key = (leg.request.spec.request_id, leg.request.attempt)
+        if self.legs.pop(key, None) is None:
+            return
+        self._ended.add(*key)
+        self.puller.stop(leg)
+        if leg.state is LegState.RESERVED and leg.pull.source is not None:
+            self._worker.send(leg.pull.source, m.PullRefused(*key))
+        if leg.sequence is not None:
+            self._engine.remove(leg.sequence)
+        elif leg.table is not None:
+            self._engine.kv.free(leg.table)
+
+    # --- reports ----------------------------------------------------------------------------
+
+    def held(self, router: NodeRef) -> list[m.HeldItem]:
+        """Every leg of a router."""
+        return [
+            m.HeldItem(
+                request_id,
+                attempt,
+                Leg.DECODE,
+                leg.state,
+                0,
+                leg.reported,
+                leg.pull.verified_until,
+            )
+            for (request_id, attempt), leg in self.legs.items()
+            if leg.router == router
+        ]
+
+    def owners(self, now: float) -> Iterator[Owner]:
+        """Blocks in the legs' tables."""
+        for (request_id, attempt), leg in self.legs.items():
+            if leg.table is not None:
+                for block_id in leg.table.block_ids:
+                    yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
+
+    def add_load(self, load: LoadReport) -> LoadReport:
+        """Reservations and the FULL line."""
+        states = [leg.state for leg in self.legs.values()]
+        return replace(
+            load,
+            num_reserved=states.count(LegState.RESERVED),
+            num_full=states.count(LegState.FULL),
+            decode_step_s=self._step_s,
+        )

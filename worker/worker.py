@@ -1,0 +1,337 @@
+"""A worker: one engine, one connector, and the roles attached to it.
+
+Plain, synchronous and deterministic: envelopes and the clock come in, envelopes come out of
+``outbox``. Knows routers (who is alive, where) and peers (whose blocks can be read); does not
+know what a prefill job or a reservation is: roles handle the messages that concern them.
+
+Life of a router here: its first ``Membership`` introduces it; while it is heard, it lives; when
+it falls silent for ``heartbeat_timeout``, or a new life of it appears, all that is held for it
+is dropped. The same when a worker leaves the membership.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvferry.engine.engine import Engine
+from kvferry.kv_cache.audit import Owner, PoolAudit, audit
+from kvferry.kv_transfer.connector import IncompatiblePeer, KVConnector, Peer, TransferFailed
+from kvferry.worker import messages as m
+from kvferry.worker.channel import Channels
+from kvferry.worker.messages import Body, Envelope, LoadReport, Member, NodeRef, PeerState, Role
+from kvferry.worker.reads import Reads
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """Periods and limits, in seconds."""
+
+    list_period: float = 1.0
+    heartbeat: float = 0.5
+    heartbeat_timeout: float = 1.5
+    stall_limit: float = 30.0
+
+
+class RoleHandler(Protocol):
+    """What a role adds to a worker. All calls come from the engine thread."""
+
+    @property
+    def role(self) -> Role:
+        """Which role this is."""
+        ...
+
+    def handle(self, envelope: Envelope, now: float) -> bool:
+        """Take a message; False if it does not concern this role."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """Timers: repeat what is unacknowledged, sweep what has expired."""
+        ...
+
+    def flush(self, now: float) -> None:
+        """Send what the step or poll that has just ended produced."""
+        ...
+
+    def held(self, router: NodeRef) -> list[m.HeldItem]:
+        """Everything held for a router."""
+        ...
+
+    def drop_router(self, router: NodeRef) -> None:
+        """The router is dead: release everything held for it."""
+        ...
+
+    def drop_peer(self, peer: NodeRef) -> None:
+        """The worker is dead: end everything that depends on it."""
+        ...
+
+    def owners(self, now: float) -> Iterator[Owner]:
+        """The blocks this role holds outside the engine's own sequences."""
+        ...
+
+    def add_load(self, load: LoadReport) -> LoadReport:
+        """Add this role's share to the load report."""
+        ...
+
+
+@dataclass(slots=True)
+class _Router:
+    ref: NodeRef
+    address: str
+    last_heard: float
+    membership: m.Membership
+    refs: frozenset[NodeRef] = field(default_factory=frozenset)
+
+
+class Worker:
+    """See the module. ``outbox`` holds stamped envelopes in sending order."""
+
+    def __init__(
+        self, ref: NodeRef, engine: Engine, connector: KVConnector, times: WorkerTimes
+    ) -> None:
+        self.ref = ref
+        self.engine = engine
+        self.connector = connector
+        self.times = times
+        self.channels = Channels(ref)
+        self.reads = Reads(connector, engine.pool)
+        self.outbox: deque[Envelope] = deque()
+        self.roles: list[RoleHandler] = []
+        self.members: dict[NodeRef, Member] = {}
+        self.peers: dict[NodeRef, Peer] = {}
+        self._peer_errors: dict[NodeRef, str] = {}
+        self._incompatible: set[NodeRef] = set()
+        self._routers: dict[str, _Router] = {}
+        self._next_lists = 0.0
+
+    def attach(self, role: RoleHandler) -> None:
+        """Add a role; a colocated worker has both."""
+        self.roles.append(role)
+
+    # --- messages ---------------------------------------------------------------------------
+
+    def send(self, receiver: NodeRef, body: Body) -> int:
+        """Queue a message; returns its number on the channel to ``receiver``."""
+        envelope = self.channels.stamp(receiver, body)
+        self.outbox.append(envelope)
+        return envelope.seq
+
+    def address_of(self, receiver: NodeRef) -> str | None:
+        """Where a router or peer listens; None if it is not known (any more)."""
+        router = self._routers.get(receiver.node_id)
+        if router is not None and router.ref == receiver:
+            return router.address
+        member = self.members.get(receiver)
+        return member.address if member is not None else None
+
+    def deliver(self, envelope: Envelope, now: float) -> None:
+        """Take one arriving message."""
+        body = envelope.body
+        is_membership = isinstance(body, m.Membership)
+        if not self.channels.accept(envelope, introduces=is_membership):
+            return
+        router = self._routers.get(envelope.sender.node_id)
+        if router is not None and router.ref == envelope.sender:
+            router.last_heard = now
+        if isinstance(body, m.Membership):
+            self._learn(envelope.sender, body, now)
+        elif isinstance(body, m.AuditRequest):
+            self.send(envelope.sender, self._audit_report(body.query_id, now))
+        elif not isinstance(body, m.RouterHeartbeat):
+            handled = [role.handle(envelope, now) for role in self.roles]
+            if not any(handled):
+                self.channels.refused[type(body).__name__] += 1
+        if isinstance(body, m.WantedList):
+            self.send(envelope.sender, m.HeldList(tuple(self._held(envelope.sender))))
+
+    # --- time and work ----------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Drive every timer; called between steps, and when idle at least twice a period."""
+        for router in list(self._routers.values()):
+            if now - router.last_heard > self.times.heartbeat_timeout:
+                logger.warning("router %s fell silent: dropping its requests", router.ref)
+                self._drop_router(router)
+        if now >= self._next_lists:
+            self._next_lists = now + self.times.list_period
+            self._connect_peers()
+            for router in self._routers.values():
+                held = self._held(router.ref)
+                if held:
+                    self.send(router.ref, m.HeldList(tuple(held)))
+        for role in self.roles:
+            role.tick(now)
+
+    def step(self, now: float) -> bool:
+        """Move blocks, then compute one step; returns whether there was anything to do."""
+        moved = self.reads.poll(now)
+        if moved:
+            self._flush(now)
+        computed = self.engine.step()
+        if computed:
+            self._flush(now)
+        return bool(moved) or computed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step should follow at once."""
+        return self.engine.has_work or bool(len(self.reads))
+
+    def _flush(self, now: float) -> None:
+        for role in self.roles:
+            role.flush(now)
+
+    # --- reports ----------------------------------------------------------------------------
+
+    def heartbeats(self) -> list[Envelope]:
+        """One heartbeat per known router."""
+        beat = m.WorkerHeartbeat(self.load())
+        return [
+            self.channels.stamp_heartbeat(
+                router.ref,
+                replace(
+                    beat,
+                    load=replace(beat.load, membership_version=router.membership.version),
+                ),
+            )
+            for router in self._routers.values()
+        ]
+
+    def load(self) -> LoadReport:
+        """What this worker holds now."""
+        scheduler = self.engine.scheduler
+        load = LoadReport(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            queued_tokens=sum(s.num_uncomputed_tokens for s in scheduler.sequences.values()),
+            num_blocks=self.engine.pool.num_blocks,
+            num_free_blocks=self.engine.pool.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            stale_refused=self.channels.refused.total(),
+            peers=tuple(self._peer_states()),
+        )
+        for role in self.roles:
+            load = role.add_load(load)
+        return load
+
+    def audit(self, now: float) -> PoolAudit:
+        """Walk every owner and hold the pool against them."""
+        owners = [*self.reads.owners()]
+        for role in self.roles:
+            owners.extend(role.owners(now))
+        return audit(self.engine.pool, owners)
+
+    def close(self) -> None:
+        """Close every peer and the connector."""
+        self.connector.close()
+
+    def _audit_report(self, query_id: int, now: float) -> m.AuditReport:
+        found = self.audit(now)
+        layout = self.connector.local_info().layout
+        return m.AuditReport(
+            query_id,
+            layout.block_size,
+            layout.block_bytes(),
+            tuple((name.value, count) for name, count in found.counts.items()),
+            found.problems,
+            tuple(
+                m.BlockReport(
+                    block.block_id,
+                    block.generation,
+                    block.block_class.value,
+                    block.ref_count,
+                    block.num_tokens,
+                    block.block_hash,
+                    tuple(
+                        m.OwnerReport(
+                            o.kind.value, o.request_id, o.attempt, o.peer, o.lease_remaining_s
+                        )
+                        for o in block.owners
+                    ),
+                )
+                for block in found.blocks
+            ),
+        )
+
+    def _held(self, router: NodeRef) -> list[m.HeldItem]:
+        return [item for role in self.roles for item in role.held(router)]
+
+    # --- who is alive -----------------------------------------------------------------------
+
+    def _learn(self, sender: NodeRef, membership: m.Membership, now: float) -> None:
+        known = self._routers.get(sender.node_id)
+        if known is not None and known.ref != sender:
+            self._drop_router(known)
+            self.channels.know(sender)
+            known = None
+        if known is not None and known.membership.version > membership.version:
+            return
+        refs = frozenset(member.ref for member in membership.members)
+        self._routers[sender.node_id] = _Router(
+            sender, membership.router_address, now, membership, refs
+        )
+        for member in membership.members:
+            if member.ref != self.ref and member.ref not in self.members:
+                self._add_member(member)
+        self._drop_missing_members()
+        self._connect_peers()
+
+    def _add_member(self, member: Member) -> None:
+        for old in [ref for ref in self.members if ref.node_id == member.ref.node_id]:
+            if old.epoch > member.ref.epoch:
+                return
+            self._drop_member(old)
+        self.members[member.ref] = member
+        self.channels.know(member.ref)
+
+    def _drop_router(self, router: _Router) -> None:
+        del self._routers[router.ref.node_id]
+        self.channels.forget(router.ref)
+        for role in self.roles:
+            role.drop_router(router.ref)
+        self._drop_missing_members()
+
+    def _drop_missing_members(self) -> None:
+        alive = {ref for router in self._routers.values() for ref in router.refs}
+        for ref in [ref for ref in self.members if ref not in alive]:
+            self._drop_member(ref)
+
+    def _drop_member(self, ref: NodeRef) -> None:
+        del self.members[ref]
+        self.channels.forget(ref)
+        self._peer_errors.pop(ref, None)
+        self._incompatible.discard(ref)
+        peer = self.peers.pop(ref, None)
+        for role in self.roles:
+            role.drop_peer(ref)
+        if peer is not None:
+            peer.close()
+
+    def _connect_peers(self) -> None:
+        """Open the sources this worker may read from; failures are tried again later."""
+        if not any(role.role is Role.DECODE for role in self.roles):
+            return
+        for ref, member in self.members.items():
+            if Role.PREFILL not in member.roles or ref in self.peers or ref in self._incompatible:
+                continue
+            try:
+                self.peers[ref] = self.connector.connect(member.peer_info)
+                self._peer_errors.pop(ref, None)
+            except IncompatiblePeer as error:
+                self._incompatible.add(ref)
+                self._peer_errors[ref] = str(error)
+                logger.error("peer %s: %s", ref, error)
+            except TransferFailed as error:
+                self._peer_errors[ref] = str(error)
+                logger.warning("peer %s: %s", ref, error)
+
+    def _peer_states(self) -> Iterator[PeerState]:
+        for ref, member in self.members.items():
+            if ref in self.peers or ref in self._peer_errors:
+                connector = member.peer_info.connector
+                yield PeerState(ref, connector, ref in self.peers, self._peer_errors.get(ref, ""))
