@@ -57,6 +57,14 @@ class _Lease:
         return released
 
 
+@dataclass(slots=True)
+class _ReaderState:
+    """A reader that holds leases: their keys in order of opening, and its last progress."""
+
+    progressed_at: float
+    keys: dict[LeaseKey, None] = field(default_factory=dict)
+
+
 class LeaseTable:
     """All leases of one source.
 
@@ -73,8 +81,7 @@ class LeaseTable:
         self.stall_limit = stall_limit
         self.stale_refused = 0
         self._leases: dict[LeaseKey, _Lease] = {}
-        self._by_reader: dict[Reader, dict[LeaseKey, None]] = {}
-        self._progress: dict[Reader, float] = {}
+        self._readers: dict[Reader, _ReaderState] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -93,7 +100,7 @@ class LeaseTable:
         if key in self._leases:
             return False
         self._leases[key] = _Lease(waiting_since=now)
-        self._by_reader.setdefault(key.reader, {})[key] = None
+        self._readers.setdefault(key.reader, _ReaderState(now)).keys[key] = None
         return True
 
     def add(self, key: LeaseKey, position: int, block_id: int, now: float) -> bool:
@@ -138,24 +145,25 @@ class LeaseTable:
 
     def progress(self, reader: Reader, now: float) -> None:
         """Note that some read of ``reader`` progressed: all its leases live on."""
-        if reader in self._by_reader:
-            self._progress[reader] = max(now, self._progress.get(reader, now))
+        state = self._readers.get(reader)
+        if state is not None:
+            state.progressed_at = max(state.progressed_at, now)
 
     def end(self, key: LeaseKey) -> list[int]:
         """End a lease; returns the blocks it still held. Nothing if it is not open."""
         lease = self._leases.pop(key, None)
         if lease is None:
             return []
-        siblings = self._by_reader[key.reader]
+        siblings = self._readers[key.reader].keys
         del siblings[key]
         if not siblings:
-            del self._by_reader[key.reader]
-            self._progress.pop(key.reader, None)
+            del self._readers[key.reader]
         return lease.release()
 
     def end_reader(self, reader: Reader) -> list[tuple[LeaseKey, list[int]]]:
         """End all leases of a reader that is gone; returns each with the blocks it still held."""
-        return [(key, self.end(key)) for key in list(self._by_reader.get(reader, ()))]
+        state = self._readers.get(reader)
+        return [] if state is None else [(key, self.end(key)) for key in list(state.keys)]
 
     def sweep(self, now: float) -> list[tuple[LeaseKey, list[int]]]:
         """End the leases whose reader has stalled; returns each with the blocks it still held.
@@ -170,7 +178,7 @@ class LeaseTable:
         lease = self._leases.get(key)
         if lease is None or not lease.blocks:
             return None
-        since = max(lease.waiting_since, self._progress.get(key.reader, lease.waiting_since))
+        since = max(lease.waiting_since, self._readers[key.reader].progressed_at)
         return since + self.stall_limit - now
 
     def pinned_blocks(self) -> Counter[int]:
