@@ -161,6 +161,9 @@ class HandshakeServer:
         except HandshakeRefused as refusal:
             self.refused[refusal.reason] += 1
             connection.close()
+        except OSError:
+            self.refused["failed"] += 1
+            connection.close()
 
     def _admit(self, connection: socket.socket) -> None:
         """Wait for the hello of a process of our own user, if there is room."""

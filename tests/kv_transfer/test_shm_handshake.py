@@ -157,6 +157,23 @@ def test_a_reader_of_another_user_is_refused_and_counted() -> None:
     source.close()
 
 
+def test_credentials_that_cannot_be_read_refuse_one_reader_and_not_the_next() -> None:
+    answers = iter([OSError("no credentials"), os.getuid()])
+
+    def read(_connection: socket.socket) -> int:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    source = make_source(uid_of=read)
+    with pytest.raises(TransferFailed):
+        assert_answers(source)
+    assert source.server.refused["failed"] == 1
+    assert_answers(source)
+    source.close()
+
+
 def test_a_source_of_another_user_is_refused(source: ShmConnector) -> None:
     """An abstract name can be taken by anyone once its owner is dead."""
     with pytest.raises(TransferFailed, match="run both as one user"):
