@@ -158,7 +158,7 @@ def test_a_reader_of_another_user_is_refused_and_counted() -> None:
 
 
 def test_credentials_that_cannot_be_read_refuse_one_reader_and_not_the_next() -> None:
-    answers = iter([OSError("no credentials"), os.getuid()])
+    answers: Iterator[OSError | int] = iter([OSError("no credentials"), os.getuid()])
 
     def read(_connection: socket.socket) -> int:
         answer = next(answers)
