@@ -149,6 +149,11 @@ class AsyncGenerateStream:
         """Cancel the request if it has not ended; harmless otherwise."""
         self._call.cancel()
 
+    def __del__(self) -> None:
+        # asyncio keeps the call alive; of a synchronous stream gRPC itself does this.
+        if not self._call.done():
+            self._call.cancel()
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -5,7 +5,7 @@ generated module and the proto. ``*AsyncStub`` exist for type checkers only: the
 built on an asyncio channel looks like.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import TypeAlias, type_check_only
 
 import grpc
@@ -36,12 +36,12 @@ class InferenceServicer:
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> AsyncIterator[pb.GenerateResponse]: ...
+    ) -> AsyncIterator[pb.GenerateResponse] | Awaitable[None]: ...
     def Resume(
         self,
         request: pb.ResumeRequest,
         context: grpc.aio.ServicerContext[pb.ResumeRequest, pb.GenerateResponse],
-    ) -> AsyncIterator[pb.GenerateResponse]: ...
+    ) -> AsyncIterator[pb.GenerateResponse] | Awaitable[None]: ...
     async def Cancel(
         self,
         request: pb.CancelRequest,
