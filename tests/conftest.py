@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+pytest_plugins = ("tests.model_fixture",)
+
 # Nothing in the suite may reach out: models come from the local cache or from the package index.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

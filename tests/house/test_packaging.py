@@ -35,8 +35,13 @@ def test_wheel_holds_every_file_of_the_package_once(wheel: Path) -> None:
     expected = {f"kvferry/{path.relative_to(ROOT)}" for path in package_files()}
     python = {name for name in names if name.endswith(".py")}
     assert python == expected | {"kvferry/__init__.py"}
-    assert "kvferry/py.typed" in names
-    assert any(name.endswith(".proto") for name in names)
+    data = {
+        f"kvferry/{path.relative_to(ROOT)}"
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in {".json", ".proto", ".pyi", ".yaml"}
+    }
+    assert data | {"kvferry/py.typed"} <= set(names)
     assert any(name.startswith("kvferry/kernels/reference/") for name in names)
     assert len(names) == len(set(names))
 
