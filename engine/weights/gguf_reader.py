@@ -88,7 +88,7 @@ class GGUFModel:
         }
         rotated = self._int("rope.dimension_count", head_dim)
         if rotated != head_dim:
-            config["partial_rotary_factor"] = rotated / head_dim
+            config["partial_rotary_factor"] = rotated / max(head_dim, 1)
         if self._architecture == "llama" and any(n.endswith(".bias") for n in self._gguf_names):
             config["attention_bias"] = True
         scaling = self.file.metadata.get(f"{self._architecture}.rope.scaling.type", "none")
@@ -124,12 +124,23 @@ class GGUFModel:
         """A tensor by its Hugging Face name as contiguous float32, rope permutation undone."""
         shape = self.tensor_shape(name)
         values = self.file.dequantised(self._gguf_names[name])
-        if self._architecture == "llama" and ".self_attn.q_proj." in name:
-            values = unpermute(values, self._int("attention.head_count"))
-        elif self._architecture == "llama" and ".self_attn.k_proj." in name:
-            heads = self._int("attention.head_count")
-            values = unpermute(values, self._int("attention.head_count_kv", heads))
+        num_heads = self._permuted_heads(name)
+        if num_heads is not None:
+            if num_heads <= 0 or shape[0] % (2 * num_heads):
+                raise DamagedModel(
+                    f"{self.path}: {name} has {shape[0]} rows, wanted a multiple of two per head "
+                    f"for {num_heads} heads"
+                )
+            values = unpermute(values, num_heads)
         return np.ascontiguousarray(values.reshape(shape), dtype=np.float32)
+
+    def _permuted_heads(self, name: str) -> int | None:
+        """Heads of a projection whose rows GGUF permutes, else None."""
+        if self._architecture == "llama" and ".self_attn.q_proj." in name:
+            return self._int("attention.head_count")
+        if self._architecture == "llama" and ".self_attn.k_proj." in name:
+            return self._int("attention.head_count_kv", self._int("attention.head_count"))
+        return None
 
     def _text(self, key: str) -> str:
         value = self.file.metadata.get(key)
@@ -161,10 +172,8 @@ def unpermute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32
     GGUF keeps the two elements that a rotary frequency turns side by side, Hugging Face half a
     head apart: ``[heads, half, 2, …] -> [heads, 2, half, …]``.
     """
-    rows = weight.shape[0]
-    if num_heads <= 0 or rows % (2 * num_heads):
-        raise DamagedModel(f"a projection of {rows} rows cannot have {num_heads} heads")
-    paired = weight.reshape(num_heads, rows // num_heads // 2, 2, *weight.shape[1:])
+    half = weight.shape[0] // num_heads // 2
+    paired = weight.reshape(num_heads, half, 2, *weight.shape[1:])
     return paired.swapaxes(1, 2).reshape(weight.shape)
 
 

@@ -174,7 +174,7 @@ def test_any_truncation_is_a_typed_error(share: float) -> None:
         read_everything(content[: int(len(content) * share)])
 
 
-@given(place=st.integers(0, 12_000), width=st.integers(1, 8), value=st.integers(0, 255))
+@given(place=st.integers(0, 6_300), width=st.integers(1, 8), value=st.integers(0, 255))
 def test_overwritten_header_bytes_end_at_worst_in_a_typed_error(
     place: int, width: int, value: int
 ) -> None:
