@@ -8,7 +8,7 @@ names an old one is stale. The pool decides and counts; it does not know where t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,17 +67,17 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the pool.
-        generations: table of generation words, one per block, that readers in other processes
-            may see. The pool raises a block's word before anyone may write its next life.
+        raise_word: called with (block id, generation) before anyone may write the block's next
+            life, to publish the generation where readers in other processes see it.
     """
 
-    def __init__(self, num_blocks: int, generations: MutableSequence[int] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, raise_word: Callable[[int, int], None] | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, wanted at least 1")
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
-        self._words: MutableSequence[int] = [0] * num_blocks if generations is None else generations
-        if len(self._words) != num_blocks:
-            raise ValueError(f"{len(self._words)} generation words for {num_blocks} blocks")
+        self._raise_word = raise_word
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -181,7 +181,8 @@ class BlockPool:
 
     def _raise_generation(self, block: KVCacheBlock) -> None:
         block.generation += 1
-        self._words[block.block_id] = block.generation
+        if self._raise_word is not None:
+            self._raise_word(block.block_id, block.generation)
         block.state = BlockState.OPEN
         block.num_tokens = 0
         block.block_hash = None

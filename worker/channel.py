@@ -17,12 +17,15 @@ class _Channel:
     epoch: int
     sent: int = 0
     heard: int = 0
+    is_open: bool = True
 
 
 class Channels:
     """One node's channels to every peer it knows, keyed by node id.
 
-    A peer is known in one life at a time: ``know`` with a newer epoch begins its channel anew.
+    A peer is known in one life at a time: ``know`` with a newer epoch begins its channel anew; an
+    older one stays refused. A forgotten life that is known again (its router was replaced, say)
+    keeps its numbers, for the other side has not begun anew.
     """
 
     def __init__(self, own: NodeRef) -> None:
@@ -35,22 +38,20 @@ class Channels:
         channel = self._channels.get(peer.node_id)
         if channel is None or channel.epoch < peer.epoch:
             self._channels[peer.node_id] = _Channel(peer.epoch)
+        elif channel.epoch == peer.epoch:
+            channel.is_open = True
 
     def forget(self, peer: NodeRef) -> None:
-        """Refuse whatever still comes from this life of the peer; a newer life is welcome."""
+        """Refuse whatever still comes from this life of the peer until it is known again."""
         channel = self._channels.get(peer.node_id)
-        if channel is not None and channel.epoch <= peer.epoch:
-            self._channels[peer.node_id] = _Channel(peer.epoch + 1)
-
-    def knows(self, peer: NodeRef) -> bool:
-        """Whether this life of the peer is the known one."""
-        channel = self._channels.get(peer.node_id)
-        return channel is not None and channel.epoch == peer.epoch
+        if channel is not None and channel.epoch == peer.epoch:
+            channel.is_open = False
 
     def stamp(self, receiver: NodeRef, body: Body) -> Envelope:
         """Number a message to a peer."""
-        self.know(receiver)
-        channel = self._channels[receiver.node_id]
+        channel = self._channels.get(receiver.node_id)
+        if channel is None or channel.epoch < receiver.epoch:
+            channel = self._channels[receiver.node_id] = _Channel(receiver.epoch)
         if channel.epoch != receiver.epoch:  # to a life that is over: sent, refused over there
             return Envelope(self.own, receiver, 0, 0, body)
         channel.sent += 1
@@ -73,13 +74,8 @@ class Channels:
         if introduces:
             self.know(envelope.sender)
         channel = self._channels.get(envelope.sender.node_id)
-        if channel is None or channel.epoch != envelope.sender.epoch:
+        if channel is None or channel.epoch != envelope.sender.epoch or not channel.is_open:
             self.refused["sender"] += 1
             return False
         channel.heard = max(channel.heard, envelope.seq)
         return True
-
-    def last_sent(self, receiver: NodeRef) -> int:
-        """The number of the last message stamped for this life of a peer; 0 if none."""
-        channel = self._channels.get(receiver.node_id)
-        return channel.sent if channel and channel.epoch == receiver.epoch else 0

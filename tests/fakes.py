@@ -1,0 +1,158 @@
+"""Fakes that stand for the expensive parts: a model, a clock, a listener.
+
+The stub model is not blind: its next token is a function of the values that it reads back through
+the block table, so that a lost, repeated or foreign block shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.cluster.routed_request import RequestEnd, RoutedRequest, StopMatch
+from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
+from kvferry.engine.sequence import SequenceProgress, SequenceState
+from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
+
+STUB_VOCAB = 997
+_MODULUS = 2_147_483_647
+
+
+def stub_layout(block_size: int = 4) -> KVCacheLayout:
+    """One layer, one plane, one head, one 64-bit number per position."""
+    return KVCacheLayout(block_size, (KVGroup(0, 1, 1, 1, "int64", num_planes=1),))
+
+
+def stub_value(token_id: int, position: int) -> int:
+    """The stub model's KV of one position."""
+    return token_id * 100_003 + position + 1
+
+
+def stub_next(values: Sequence[int] | NDArray[np.int64]) -> int:
+    """The stub model's next token, from the KV of all positions so far."""
+    total = 0
+    for position, value in enumerate(values):
+        total = (total * 31 + int(value) * (position + 7)) % _MODULUS
+    return total % STUB_VOCAB
+
+
+def stub_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the stub model answers to a prompt."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(stub_next([stub_value(t, p) for p, t in enumerate(tokens)]))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class StubRunner:
+    """A ``ModelRunner`` over raw pool bytes ``[num_blocks, block_bytes]``.
+
+    ``may_compute`` is asked before each share is computed and may raise.
+    """
+
+    blocks: NDArray[np.uint8]
+    block_size: int
+    num_steps: int = 0
+    fail_next: bool = False
+    forbid_prompt: bool = False
+    batches: list[int] = field(default_factory=list)
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Write each position's value, then read everything back to find the next token."""
+        if self.fail_next:
+            self.fail_next = False
+            raise ArithmeticError("the stub model was told to fail")
+        self.num_steps += 1
+        self.batches.append(output.num_scheduled_tokens)
+        slots = self.blocks.view(np.int64)  # [num_blocks, block_size]
+        for source, target in output.copies:
+            slots[target] = slots[source]
+        return RunnerOutput(tuple(self._compute(slots, s) for s in output.sequences))
+
+    def _compute(self, slots: NDArray[np.int64], share: ScheduledSequence) -> int | None:
+        if self.forbid_prompt and len(share.token_ids) > 1:
+            raise AssertionError("prompt positions are computed where they must not be")
+        end = share.start + len(share.token_ids)
+        for position, token_id in enumerate(share.token_ids, share.start):
+            block = share.block_table[position // self.block_size]
+            slots[block, position % self.block_size] = stub_value(token_id, position)
+        if not share.sample:
+            return None
+        table = np.asarray(share.block_table)
+        return stub_next(slots[table].reshape(-1)[:end])
+
+
+class FakeClock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class RecordingListener:
+    """A request's listener that keeps everything, and insists on contiguous indexes."""
+
+    tokens: list[int] = field(default_factory=list)
+    ends: list[RequestEnd] = field(default_factory=list)
+    stop_after: int | None = None
+
+    def on_tokens(
+        self, first_index: int, token_ids: tuple[int, ...], now: float
+    ) -> StopMatch | None:
+        """Keep the tokens."""
+        assert first_index == len(self.tokens), "an index was lost or repeated"
+        assert not self.ends, "a token after the terminal event"
+        self.tokens.extend(token_ids)
+        return None
+
+    def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
+        """Keep the end."""
+        self.ends.append(end)
+
+
+@dataclass
+class RecordingOwner:
+    """A sequence owner for engine tests."""
+
+    progress: list[SequenceProgress] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def on_progress(self, progress: SequenceProgress, now: float) -> None:
+        """Keep the step."""
+        self.progress.append(progress)
+
+    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
+        """Keep the failure."""
+        self.failures.append(message)
+
+    def tokens(self, request_id: str) -> list[int]:
+        """Tokens sampled for a request, in order."""
+        return [
+            p.token_id
+            for p in self.progress
+            if p.sequence.key.request_id == request_id and p.token_id is not None
+        ]
+
+
+ATTEMPT = Attempt(1, 1)
+
+
+def stub_spec(
+    request_id: str, prompt: Sequence[int], max_tokens: int, suffix: Sequence[int] = ()
+) -> RequestSpec:
+    """A greedy request of the stub model."""
+    return RequestSpec(
+        RequestId(request_id),
+        tuple(prompt),
+        (tuple(suffix),),
+        SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+    )

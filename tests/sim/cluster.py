@@ -1,0 +1,284 @@
+"""A whole cluster in one process, stepped by hand under a virtual clock.
+
+Real router, workers, roles, schedulers, leases and read queue; a stub model, an in-memory
+connector, and a transport whose faults the test decides message by message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.cluster.policy import LeastLoaded
+from kvferry.cluster.router import Router, RouterConfig
+from kvferry.decode_worker.role import DecodeRole
+from kvferry.engine.engine import Engine
+from kvferry.engine.request import RequestSpec
+from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.kv_cache.audit import BlockClass
+from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_transfer.local import LocalConnector, LocalFabric
+from kvferry.kv_transfer.memory import allocate_private
+from kvferry.prefill_worker.role import PrefillRole
+from kvferry.worker.codec import decode, encode
+from kvferry.worker.messages import Body, Envelope, LeaseEnded, Member, NodeRef, Role
+from kvferry.worker.worker import Worker, WorkerTimes
+from tests.fakes import FakeClock, RecordingListener, StubRunner, stub_layout, stub_output
+
+MODEL = "stub@1"
+TICK = 0.05
+
+# A filter sees a message and says how many copies arrive, each after so many ticks.
+Filter = Callable[[Envelope], Sequence[int]]
+
+
+def deliver_all(envelope: Envelope) -> Sequence[int]:
+    """No faults: one copy, next tick."""
+    return (0,)
+
+
+@dataclass
+class SimWorker:
+    """A worker and the parts of it that tests look into."""
+
+    worker: Worker
+    runner: StubRunner
+    connector: LocalConnector
+    prefill: PrefillRole | None = None
+    decode: DecodeRole | None = None
+    alive: bool = True
+
+    @property
+    def ref(self) -> NodeRef:
+        """The worker in this life."""
+        return self.worker.ref
+
+
+@dataclass
+class SimCluster:
+    """See the module. ``filter`` decides what happens to each message."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_colocated: int = 0
+    prefill_blocks: int = 32
+    decode_blocks: int = 32
+    block_size: int = 4
+    blocks_per_poll: int = 2
+    scheduler: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(
+            max_num_seqs=16, max_num_batched_tokens=32, chunk_tokens=8, watermark=0.0
+        )
+    )
+    router_config: RouterConfig = field(default_factory=RouterConfig)
+    times: WorkerTimes = field(default_factory=WorkerTimes)
+    audit_every_step: bool = True
+
+    def __post_init__(self) -> None:
+        self.clock = FakeClock()
+        self.fabric = LocalFabric()
+        self.filter: Filter = deliver_all
+        self.sent: Counter[str] = Counter()
+        self.in_flight: list[tuple[float, Envelope]] = []
+        self.workers: list[SimWorker] = []
+        self.listeners: dict[str, RecordingListener] = {}
+        self.specs: dict[str, RequestSpec] = {}
+        self.epoch = 0
+        self.router: Router | None = None
+        self._next_beat = 0.0
+        self.start_router()
+        for i in range(self.num_prefill):
+            self.start_worker(f"prefill-{i}", (Role.PREFILL,))
+        for i in range(self.num_decode):
+            self.start_worker(f"decode-{i}", (Role.DECODE,))
+        for i in range(self.num_colocated):
+            self.start_worker(f"colocated-{i}", (Role.PREFILL, Role.DECODE))
+
+    # --- starting and killing ---------------------------------------------------------------
+
+    def start_router(self) -> Router:
+        """A new life of the router, which registers all live workers."""
+        self.epoch += 1
+        policy = LeastLoaded(prefill_window=64)
+        self.router = Router(NodeRef("router", self.epoch), "r", policy, self.router_config)
+        for worker in self.workers:
+            if worker.alive:
+                self.router.register(self._member(worker), self.clock.now)
+        return self.router
+
+    def start_worker(self, name: str, roles: tuple[Role, ...]) -> SimWorker:
+        """A new life of a worker, registered at the router."""
+        self.epoch += 1
+        ref = NodeRef(name, self.epoch)
+        is_prefill = roles == (Role.PREFILL,)
+        num_blocks = self.prefill_blocks if is_prefill else self.decode_blocks
+        layout = stub_layout(self.block_size)
+        memory = allocate_private(num_blocks, layout.block_bytes())
+        connector = LocalConnector(
+            self.fabric,
+            memory,
+            worker_id=name,
+            epoch=ref.epoch,
+            model=MODEL,
+            layout=layout,
+            blocks_per_poll=self.blocks_per_poll,
+        )
+        runner = StubRunner(memory.blocks, self.block_size)
+        pool = BlockPool(num_blocks, memory.raise_generation)
+        engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
+        worker = Worker(ref, engine, connector, self.times)
+        sim = SimWorker(worker, runner, connector)
+        if Role.PREFILL in roles:
+            sim.prefill = PrefillRole(worker)
+            worker.attach(sim.prefill)
+        if Role.DECODE in roles:
+            sim.decode = DecodeRole(worker)
+            worker.attach(sim.decode)
+        self.workers.append(sim)
+        if self.router is not None:
+            self.router.register(self._member(sim), self.clock.now)
+        return sim
+
+    def _member(self, sim: SimWorker) -> Member:
+        roles = tuple(role.role for role in sim.worker.roles)
+        return Member(sim.ref, roles, sim.ref.node_id, sim.connector.local_info())
+
+    def kill(self, sim: SimWorker) -> None:
+        """kill -9: it sends and reads nothing more, its pool is gone."""
+        sim.alive = False
+        self.fabric.kill(sim.connector.local_info().address)
+
+    def kill_router(self) -> None:
+        """kill -9 of the router."""
+        self.router = None
+
+    def named(self, prefix: str) -> SimWorker:
+        """The newest live worker whose name begins so."""
+        return next(
+            w for w in reversed(self.workers) if w.alive and w.ref.node_id.startswith(prefix)
+        )
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def submit(self, spec: RequestSpec) -> RecordingListener:
+        """Hand a request to the router."""
+        assert self.router is not None
+        listener = RecordingListener()
+        self.listeners[spec.request_id] = listener
+        self.specs[spec.request_id] = spec
+        self.router.submit(spec, listener, self.clock.now)
+        return listener
+
+    def expected(self, request_id: str) -> list[int]:
+        """What the stub model answers to a submitted request."""
+        spec = self.specs[request_id]
+        return stub_output(spec.prompt_token_ids, spec.sampling.max_tokens)
+
+    # --- time -------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """One tick: deliver what is due, drive timers, one step per worker."""
+        self.clock.now += TICK
+        now = self.clock.now
+        due = [envelope for at, envelope in self.in_flight if at <= now]
+        self.in_flight = [(at, envelope) for at, envelope in self.in_flight if at > now]
+        for envelope in due:
+            self._arrive(envelope, now)
+        if self.router is not None:
+            self.router.tick(now)
+            self._post(self.router.outbox)
+        beat = now >= self._next_beat
+        if beat:
+            self._next_beat = now + self.times.heartbeat
+        for sim in self.workers:
+            if not sim.alive:
+                continue
+            sim.worker.tick(now)
+            sim.worker.step(now)
+            self._post(sim.worker.outbox)
+            if beat:
+                for envelope in sim.worker.heartbeats():
+                    self._send(envelope)
+            if self.audit_every_step:
+                found = sim.worker.audit(now)
+                assert found.consistent, (sim.ref, found.problems)
+                assert sum(found.counts.values()) == sim.worker.engine.pool.num_blocks
+
+    def _arrive(self, envelope: Envelope, now: float) -> None:
+        name = envelope.receiver.node_id
+        if name == "router":
+            if self.router is not None:
+                self.router.deliver(envelope, now)
+            return
+        for sim in self.workers:
+            if sim.alive and sim.ref.node_id == name:
+                sim.worker.deliver(envelope, now)
+
+    def _post(self, outbox: object) -> None:
+        queue = outbox
+        assert hasattr(queue, "popleft")
+        while queue:
+            self._send(queue.popleft())
+
+    def _send(self, envelope: Envelope) -> None:
+        self.sent[type(envelope.body).__name__] += 1
+        again = decode(encode(envelope))
+        assert again == envelope
+        for delay in self.filter(again):
+            self.in_flight.append((self.clock.now + delay * TICK, again))
+
+    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """Advance until the condition holds; False if it did not within ``seconds``."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.advance()
+            if until is not None and until():
+                return True
+        return until is None
+
+    def run_until_ended(self, seconds: float = 60.0) -> None:
+        """Advance until every submitted request has ended; fails if one does not."""
+        done = self.run(seconds, lambda: all(x.ends for x in self.listeners.values()))
+        waiting = [name for name, x in self.listeners.items() if not x.ends]
+        assert done, f"not ended after {seconds} s: {waiting}"
+
+    # --- what must hold ---------------------------------------------------------------------
+
+    def assert_exact(self) -> None:
+        """Every stream has exactly its tokens and one terminal event."""
+        for name, listener in self.listeners.items():
+            assert listener.tokens == self.expected(name), name
+            assert len(listener.ends) == 1, name
+            assert listener.ends[0].error is None, (name, listener.ends)
+
+    def leftovers(self) -> list[str]:
+        """What live workers and the router still hold; empty when clean."""
+        found = []
+        for sim in self.workers:
+            if not sim.alive:
+                continue
+            audit = sim.worker.audit(self.clock.now)
+            found.extend(f"{sim.ref.node_id}: {problem}" for problem in audit.problems)
+            if audit.counts[BlockClass.FREE] != sim.worker.engine.pool.num_blocks:
+                found.append(f"{sim.ref.node_id}: {audit.counts}")
+            if sim.prefill is not None and (sim.prefill.jobs or len(sim.prefill.leases)):
+                found.append(f"{sim.ref.node_id}: jobs {list(sim.prefill.jobs)}")
+            if sim.decode is not None and sim.decode.legs:
+                found.append(f"{sim.ref.node_id}: legs {list(sim.decode.legs)}")
+            if sim.worker.engine.scheduler.sequences:
+                found.append(f"{sim.ref.node_id}: sequences")
+        if self.router is not None:
+            found.extend(f"router: {name}" for name in self.router.requests)
+            for record in self.router.workers:
+                if record.prefill or record.decode or record.waiting:
+                    found.append(f"router counts load on {record.ref.node_id}")
+        return found
+
+
+def body_name(body: Body) -> str:
+    """The message's class name."""
+    return type(body).__name__
+
+
+__all__ = ["TICK", "LeaseEnded", "SimCluster", "SimWorker", "body_name", "deliver_all"]

@@ -1,0 +1,152 @@
+"""Deaths under the virtual clock: the router or a worker is killed after each message in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvferry.worker.messages import Envelope, Role
+from tests.fakes import stub_spec
+from tests.sim.cluster import SimCluster
+from tests.sim.test_protocol import submit_mix
+
+
+class KillAfter:
+    """Kills after the n-th message since it was set."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.fired = False
+
+    def __call__(self, envelope: Envelope) -> Sequence[int]:
+        self.left -= 1
+        return (0,)
+
+
+def started() -> SimCluster:
+    cluster = SimCluster(blocks_per_poll=1)
+    cluster.run(1.5)
+    return cluster
+
+
+def messages_of_a_whole_run() -> int:
+    cluster = started()
+    before = sum(cluster.sent.values())
+    submit_mix(cluster)
+    cluster.run_until_ended()
+    return sum(cluster.sent.values()) - before
+
+
+NUM_MESSAGES = messages_of_a_whole_run()
+
+
+@pytest.mark.parametrize("count", range(1, NUM_MESSAGES + 1))
+def test_workers_are_clean_two_periods_after_the_router_is_killed(count: int) -> None:
+    cluster = started()
+    kill = KillAfter(count)
+    cluster.filter = kill
+    submit_mix(cluster)
+    cluster.run(30, lambda: kill.left <= 0)
+    cluster.kill_router()
+    for name, listener in cluster.listeners.items():
+        assert listener.tokens == cluster.expected(name)[: len(listener.tokens)]
+    cluster.run(2 * cluster.times.list_period)
+    assert cluster.leftovers() == []
+
+
+def test_a_new_router_serves_with_the_same_workers() -> None:
+    cluster = started()
+    submit_mix(cluster)
+    cluster.run(0.2)
+    cluster.kill_router()
+    cluster.listeners.clear()
+    cluster.start_router()
+    cluster.run(2.0)
+    submit_mix(cluster)
+    cluster.run_until_ended()
+    cluster.assert_exact()
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("count", range(1, NUM_MESSAGES + 1, 3))
+def test_streams_survive_the_death_of_one_of_two_workers(role: str, count: int) -> None:
+    cluster = SimCluster(num_prefill=2, num_decode=2, blocks_per_poll=1)
+    cluster.run(1.5)
+    kill = KillAfter(count)
+    cluster.filter = kill
+    submit_mix(cluster)
+    cluster.run(30, lambda: kill.left <= 0)
+    cluster.kill(cluster.named(f"{role}-0"))
+    cluster.run_until_ended(30)
+    cluster.assert_exact()
+    assert cluster.run(4, lambda: not cluster.leftovers()), cluster.leftovers()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_requests_wait_for_a_successor_of_the_only_worker(role: Role) -> None:
+    cluster = started()
+    submit_mix(cluster)
+    cluster.run(0.15)
+    victim = cluster.named(f"{role.value}-0")
+    cluster.kill(victim)
+    cluster.run(3.0)
+    assert cluster.router is not None
+    assert cluster.router.workers.not_ready_reasons()
+    cluster.start_worker(f"{role.value}-0", (role,))
+    cluster.run_until_ended(30)
+    cluster.assert_exact()
+    assert cluster.run(4, lambda: not cluster.leftovers()), cluster.leftovers()
+
+
+def test_without_a_successor_requests_end_in_one_clear_error() -> None:
+    cluster = started()
+    cluster.kill(cluster.named("decode-0"))
+    listener = cluster.submit(stub_spec("r", range(9), 4))
+    cluster.run_until_ended(60)
+    (end,) = listener.ends
+    assert type(end.error).__name__ == "WorkerLost"
+    assert "no live decode worker" in str(end.error)
+    assert cluster.run(4, lambda: not cluster.leftovers()), cluster.leftovers()
+
+
+def test_prefill_killed_after_token_one_leaves_the_delivered_token_standing() -> None:
+    """The hand-off record and its announcements never arrive; the router has token 1."""
+    cluster = SimCluster(num_prefill=2)
+    cluster.run(1.5)
+    handed_off = []
+
+    def lose_hand_off(envelope: Envelope) -> Sequence[int]:
+        body = envelope.body
+        if getattr(body, "hand_off", None) is not None and type(body).__name__ == "Announce":
+            handed_off.append(envelope.sender)
+            return ()
+        return (0,)
+
+    cluster.filter = lose_hand_off
+    listener = cluster.submit(stub_spec("r", range(30, 53), 8))
+    assert cluster.run(10, lambda: bool(listener.tokens) and bool(handed_off))
+    delivered = list(listener.tokens)
+    cluster.kill(next(w for w in cluster.workers if w.ref == handed_off[0]))
+    cluster.filter = lambda envelope: (0,)
+    cluster.run_until_ended(30)
+    cluster.assert_exact()
+    assert listener.tokens[: len(delivered)] == delivered
+    assert cluster.run(4, lambda: not cluster.leftovers()), cluster.leftovers()
+
+
+def test_delivered_tokens_stand_even_when_the_retry_would_sample_another() -> None:
+    """Token 1 delivered, its worker killed, the next attempt's model perturbed."""
+    cluster = SimCluster(num_prefill=2, num_decode=2)
+    cluster.run(1.5)
+    listener = cluster.submit(stub_spec("r", range(30, 53), 8))
+    assert cluster.run(10, lambda: len(listener.tokens) == 1)
+    first = listener.tokens[0]
+    for sim in cluster.workers:
+        cluster_kills = sim.ref.node_id.endswith("-0")
+        if cluster_kills:
+            cluster.kill(sim)
+    cluster.run_until_ended(30)
+    assert listener.tokens[0] == first
+    cluster.assert_exact()
