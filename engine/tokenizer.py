@@ -7,6 +7,7 @@ Owns the vocabulary and what each token's text is in bytes. Does not know chat m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvferry.engine.models.config import DamagedModel, UnsupportedModel, read_eo
 from kvferry.engine.request import InvalidRequest
 
 TOKENIZER_FILE = "tokenizer.json"
+
+_FALLBACK_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextRule(Enum):
@@ -105,12 +108,8 @@ def byte_level_bytes(token: str) -> bytes:
 
 def fallback_byte(token: str) -> int | None:
     """The byte that a ``<0xAB>`` token stands for, else None."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return int(token[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    match = _FALLBACK_TOKEN.fullmatch(token)
+    return int(match[1], 16) if match else None
 
 
 def _load(path: Path, text: str) -> FastTokenizer:

