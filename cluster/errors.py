@@ -42,6 +42,38 @@ from kvferry.engine.request import InvalidRequest, PromptTooLong
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.connector import TransferFailed
 
+__all__ = [
+    "ERROR_KEY",
+    "REQUEST_ID_KEY",
+    "RETRY_AFTER_KEY",
+    "STATUS",
+    "Cancelled",
+    "ClusterUnreachable",
+    "DeadlineExceeded",
+    "GrpcFailure",
+    "Internal",
+    "InvalidRequest",
+    "KVFerryError",
+    "NotReady",
+    "Overloaded",
+    "PermissionDenied",
+    "PortUnavailable",
+    "PromptTooLong",
+    "RequestPoisoned",
+    "Status",
+    "StreamError",
+    "TransferFailed",
+    "Unauthenticated",
+    "UnknownModel",
+    "UnknownRequest",
+    "WorkerLost",
+    "from_grpc",
+    "public_class",
+    "status_of",
+    "to_grpc",
+    "trailing_metadata",
+]
+
 ERROR_KEY = "kvferry-error"
 REQUEST_ID_KEY = "kvferry-request-id"
 RETRY_AFTER_KEY = "retry-after-ms"

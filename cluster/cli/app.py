@@ -8,6 +8,7 @@ failure; everything for people then goes to standard error.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -33,6 +34,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvferry ARGV`` (default: the process's arguments); returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # text is not lost to a poor terminal
     name = next((word for word in argv if not word.startswith("-")), "")
     command = _load(name) if name in COMMANDS else None
     wants_document = "--json" in argv

@@ -11,7 +11,7 @@ from rich.table import Table
 from kvferry.cluster.bench_serve import Workload, bench_json, bench_serve
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, positive
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people, positive
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.reports.common import Json
 
@@ -61,7 +61,7 @@ def run_serve(args: argparse.Namespace) -> Result:
         bench = asyncio.run(bench_serve(args.endpoint, workload, args.repeats, progress))
     fields = bench_json(bench)
     if not args.json:
-        _show(fields, Console(highlight=False))
+        _show(fields, people(args))
     return Result(fields=fields, error=bench.error)
 
 
@@ -80,7 +80,7 @@ def _show(fields: Json, console: Console) -> None:
         f"{results['completed']} completed, {results['failed']} failed"
         + ("" if cpu is None else f", {cpu * 1000:.1f} CPU ms per output token")
     )
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("ms")
     for heading in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(heading, justify="right")

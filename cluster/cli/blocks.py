@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvferry.cluster.cli.command import Command, Result, RunFailed
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people
 from kvferry.cluster.client import Client
 from kvferry.cluster.errors import UnknownRequest
 from kvferry.cluster.reports.documents import pools_json
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Result:
     if args.worker and not audit.pools:
         raise UnknownRequest(f"no worker {args.worker!r}; 'kvferry status' lists them")
     if not args.json:
-        show_pools(audit.pools, Console(highlight=False))
+        show_pools(audit.pools, people(args))
     return Result(
         fields={"pools": pools_json(audit, with_blocks=True)}, error=inconsistency(audit.pools)
     )
@@ -53,7 +53,7 @@ def inconsistency(pools: Sequence[pb.Pool]) -> RunFailed | None:
 
 def show_pools(pools: Sequence[pb.Pool], console: Console) -> None:
     """Print one line per pool: how many blocks each class has."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("worker")
     for heading in ("blocks", *(name.replace("_", " ") for name in CLASSES), "audit"):
         table.add_column(heading, justify="right")

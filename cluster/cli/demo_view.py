@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, TextIO
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,12 +18,12 @@ PROMPT_WIDTH = 60
 
 
 class DemoView:
-    """Writes to ``stream``; at a terminal the texts grow while the context manager is open."""
+    """Writes to ``console``; at a terminal the texts grow while the context manager is open."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._texts: dict[str, str] = {}
-        self._live = Live(console=self._console, transient=True, auto_refresh=False)
+        self._live = Live(console=console, transient=True, auto_refresh=False)
 
     def ready(self, startup_s: float, endpoint: str) -> None:
         """The cluster serves."""

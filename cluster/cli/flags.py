@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any
+
+from rich.console import Console
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
+WIDTH = 200
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +60,10 @@ def positive(text: str) -> int:
     return number
 
 
-def people(args: argparse.Namespace) -> TextIO:
-    """Where output for people goes: standard output, unless a document goes there."""
-    return sys.stderr if args.json else sys.stdout
+def people(args: argparse.Namespace) -> Console:
+    """Where output for people goes: standard output, unless a document goes there.
+
+    What is no terminal has no width that a table would have to fit.
+    """
+    stream = sys.stderr if args.json else sys.stdout
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDTH)

@@ -82,16 +82,16 @@ def run(args: argparse.Namespace) -> Result:
     if args.chat:
         options["chat"] = [{"role": "user", "content": args.prompt}]
     transcript = Transcript(time.monotonic())
+    stream: GenerateStream | None = None
     error: KVFerryError | KeyboardInterrupt | None = None
-    request_id = ""
     with Client(args.endpoint) as client:
-        stream = client.generate(None if args.chat else args.prompt, **options)
         try:
+            stream = client.generate(None if args.chat else args.prompt, **options)
             with stream:
                 _follow(stream, transcript, show=not args.json)
         except (KVFerryError, KeyboardInterrupt) as exc:
             error = exc
-        request_id = stream.request_id
+    request_id = "" if stream is None else stream.request_id
     if isinstance(error, ClusterUnreachable) and not request_id:
         raise error
     if not args.json:

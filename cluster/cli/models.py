@@ -7,7 +7,6 @@ import os
 from importlib import import_module
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -75,7 +74,7 @@ def _show(models: list[dict[str, Any]], args: argparse.Namespace) -> None:
     for model in models:
         size = "not fetched" if model["path"] is None else decimal(model["size_bytes"])
         table.add_row(model["name"], size, model["source"], model["path"] or "")
-    Console(file=people(args), highlight=False).print(table)
+    people(args).print(table)
 
 
 COMMAND = Command(configure, Document("models", ("models",)))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people
 from kvferry.cluster.client import Client
 from kvferry.cluster.reports.documents import status_json
 from kvferry.protos import kvferry_pb2 as pb
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> Result:
     with Client(args.endpoint) as client:
         status = client.status()
     if not args.json:
-        _show(status, Console(highlight=False))
+        _show(status, people(args))
     return Result(fields=status_json(status))
 
 
@@ -35,7 +35,7 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
     state = "ready" if status.ready else f"not ready: {', '.join(status.not_ready_reasons)}"
     model = status.model
     console.print(f"{model.name} ({model.dtype}), {state}", markup=False)
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for heading in ("worker", "role", "state", "pid", "running", "waiting", "blocks used", "age"):
         table.add_column(heading, justify="left" if heading in ("worker", "role") else "right")
     for entry in status.workers:

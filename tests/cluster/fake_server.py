@@ -178,7 +178,7 @@ class FakeServer(InferenceServicer, ClusterServicer):
 
     async def _serve(self) -> None:
         server = grpc.aio.server()
-        checks = health.aio.HealthServicer()
+        checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lag
         await checks.set("kvferry.v1.Inference", health_pb2.HealthCheckResponse.SERVING)
         add_InferenceServicer_to_server(self, server)
         add_ClusterServicer_to_server(self, server)
