@@ -16,7 +16,7 @@ VOCAB_SIZE = 97
 KINDS = ("llama", "llama-tied", "qwen2")
 
 
-def reference_model(kind: str) -> Any:
+def small_reference(kind: str) -> Any:
     """A transformers model with random weights, biases and norms included."""
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,

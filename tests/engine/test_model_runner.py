@@ -3,14 +3,12 @@ from __future__ import annotations
 import mmap
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
 from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from kvferry.engine.model_runner import (
@@ -20,137 +18,23 @@ from kvferry.engine.model_runner import (
     TorchModelRunner,
     pool_tensor,
 )
-from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.llama import LlamaModel
-from kvferry.engine.models.loading import kv_layout, load_model, random_model
+from kvferry.engine.models.loading import kv_layout
 from kvferry.engine.request import SamplingParams
-from kvferry.engine.sampler import InvalidLogits
-from tests.engine.paged_model import VOCAB_SIZE, PagedSequences, reference_model
-from tests.model_fixture import default_model_folder
-
-NUM_BLOCKS, BLOCK_SIZE = 64, 8
-GREEDY = SamplingParams(temperature=0.0)
-
-
-def model_config(**changes: Any) -> ModelConfig:
-    config = reference_model("llama").config.to_dict()
-    return replace(ModelConfig.from_dict(config, name="small", revision="none"), **changes)
-
-
-def small_model(**changes: Any) -> LlamaModel:
-    """Random weights; of the first seeds the one whose greedy output varies most."""
-    return random_model(model_config(**changes), 7, "float32")
-
-
-def runner(
-    model: LlamaModel | None = None,
-    buffer: PoolBuffer | None = None,
-    kv_dtype: str = "float32",
-    max_tokens: int = 96,
-) -> TorchModelRunner:
-    model = model or small_model()
-    layout = kv_layout(model.config, BLOCK_SIZE, kv_dtype)
-    if buffer is None:
-        buffer = bytearray(NUM_BLOCKS * layout.block_bytes())
-    return TorchModelRunner(model, buffer, layout, NUM_BLOCKS, max_tokens, 6)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
-
-
-def sequence(
-    token_ids: list[int],
-    start: int,
-    table: list[int],
-    sample: bool = True,
-    sampling: SamplingParams = GREEDY,
-    output_index: int = 0,
-) -> ScheduledSequence:
-    return ScheduledSequence(token_ids, start, table, sample, sampling, 0, output_index)
-
-
-def step(runner: TorchModelRunner, *sequences: ScheduledSequence) -> tuple[int | None, ...]:
-    return runner.execute(SchedulerOutput(sequences)).token_ids
-
-
-class Generation:
-    """One request: its tokens so far, where its KV lies, and the chunk sizes still to come."""
-
-    def __init__(
-        self, seed: int, length: int, table: list[int], chunks: list[int], **sampling: Any
-    ) -> None:
-        self.tokens = prompt(seed, length)
-        self.length = length
-        self.table = table
-        self.chunks = chunks
-        self.sampling = SamplingParams(seed=seed, **({"temperature": 0.0} | sampling))
-        self.computed = 0
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.length :]
-
-    def schedule(self) -> ScheduledSequence:
-        size = self.chunks.pop(0) if self.chunks else len(self.tokens)
-        chunk = self.tokens[self.computed : self.computed + size]
-        sample = self.computed + len(chunk) == len(self.tokens)
-        return sequence(chunk, self.computed, self.table, sample, self.sampling, len(self.output))
-
-    def advance(self, scheduled: ScheduledSequence, token: int | None) -> None:
-        assert (token is not None) == scheduled.sample
-        self.computed += len(scheduled.token_ids)
-        if token is not None:
-            self.tokens.append(token)
-
-
-def advance_together(runner: TorchModelRunner, generations: list[Generation]) -> None:
-    scheduled = [g.schedule() for g in generations]
-    for g, s, token in zip(generations, scheduled, step(runner, *scheduled), strict=True):
-        g.advance(s, token)
-
-
-def mixed_requests() -> list[Generation]:
-    return [
-        Generation(1, 21, [5, 40, 2, 33, 17], [7, 6]),
-        Generation(2, 1, [9, 11], []),
-        Generation(3, 16, [0, 1, 63, 62], [8]),
-        Generation(4, 30, [50, 20, 21, 19, 8, 7], [1, 9, 13], temperature=0.8, top_p=0.9),
-        Generation(5, 8, [30, 3, 4], [], temperature=1.0, top_k=9),
-    ]
-
-
-def test_generation_does_not_depend_on_chunks_blocks_or_the_rest_of_the_batch() -> None:
-    model = small_model()
-    together, alone = mixed_requests(), mixed_requests()
-    shared = runner(model)
-    for round_number in range(14):  # the batch grows by one request per round
-        advance_together(shared, together[: round_number + 1])
-    assert len({token for generation in together for token in generation.output}) > 10
-    for number, generation in enumerate(alone):
-        generation.chunks = []
-        generation.table = list(range(8))
-        own = runner(model)
-        expected = together[number].output
-        while len(generation.output) < len(expected):
-            advance_together(own, [generation])
-        assert generation.output == expected
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_greedy_tokens_equal_transformers_generate(kind: str, tmp_path: Path) -> None:
-    theirs = reference_model(kind)
-    theirs.save_pretrained(tmp_path)
-    generation = Generation(6, 37, [4, 8, 15, 16, 23, 42, 1, 2, 3], [10, 10, 10])
-    ids = torch.tensor([generation.tokens])
-    expected = theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0
-    )
-    own = runner(load_model(tmp_path, "float32"))
-    while len(generation.output) < 16:
-        advance_together(own, [generation])
-    assert generation.output == expected[0, 37:].tolist()
+from kvferry.engine.sampler import InvalidLogits, uniform
+from tests.engine.generation import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Generation,
+    advance_together,
+    model_config,
+    prompt,
+    runner,
+    sequence,
+    small_model,
+    step,
+)
+from tests.engine.paged_model import VOCAB_SIZE, PagedSequences
 
 
 def test_copies_are_made_before_the_step_writes() -> None:
@@ -186,6 +70,22 @@ def test_a_step_writes_its_own_slots_and_no_other() -> None:
     expected[7], expected[3, :3], expected[20, :3] = True, True, True
     assert torch.equal(written, expected)
     assert own.pool.isnan().sum() == (~expected).sum() * own.pool[0, ..., 0, :].numel()
+
+
+class FlatModel(LlamaModel):
+    """Every token is equally likely, so that a token shows the uniform number that chose it."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), VOCAB_SIZE)
+
+
+def test_the_number_is_drawn_for_the_branch_and_output_index_of_the_sequence() -> None:
+    plain = small_model()
+    own = runner(FlatModel(plain.config, plain.weights))
+    for seed, branch, index in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (7, 2, 40)]:
+        one = sequence([1], 0, [0], True, SamplingParams(seed=seed), index)
+        expected = int(uniform(seed, branch, index) * VOCAB_SIZE)
+        assert step(own, replace(one, branch=branch)) == (expected,)
 
 
 class CountingModel(LlamaModel):
@@ -310,34 +210,6 @@ def test_a_pool_that_does_not_fit_is_an_error_naming_both_values() -> None:
     with pytest.raises(PoolMismatch, match=r"\(3, 2, 3, 8\), wanted 1 group of \(3, 2, 2, 8\)"):
         model = small_model()
         TorchModelRunner(model, buffer, other, NUM_BLOCKS, 96, 6)
-
-
-@pytest.mark.model
-def test_real_greedy_tokens_equal_transformers_loaded_from_the_gguf() -> None:
-    folder = default_model_folder()
-    assert folder.gguf_path is not None
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder.gguf_path.parent, gguf_file=folder.gguf_path.name, dtype=torch.float32
-    )
-    own = runner(load_model(folder.path, "float32"), max_tokens=64)
-    for text_ids in ([504, 2365, 6354, 16438, 27003], prompt(9, 45)):
-        ids = torch.tensor([text_ids])
-        expected = theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=32,
-            min_new_tokens=32,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        top_two = torch.cat(expected.scores).topk(2).values
-        assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-3
-        generation = Generation(0, 0, list(range(20, 32)), [11, 16, 3])
-        generation.tokens, generation.length = list(text_ids), len(text_ids)
-        while len(generation.output) < 32:
-            advance_together(own, [generation])
-        assert generation.output == expected.sequences[0, len(text_ids) :].tolist()
 
 
 class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

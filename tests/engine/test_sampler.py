@@ -187,6 +187,13 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(seed: int, order: list
     assert sample(logits[order], [keys[i] for i in order]) == [alone[i] for i in order]
 
 
+def test_seed_branch_and_output_index_choose_the_number() -> None:
+    logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(0))
+    for seed, branch, index in [(0, 0, 0), (3, 0, 0), (0, 3, 0), (0, 0, 3), (4, 5, 6)]:
+        expected = draw(logits[0].double(), uniform(seed, branch, index))
+        assert sample(logits, [key(seed, branch, index)]) == [expected]
+
+
 def test_greedy_takes_the_first_of_equal_logits_and_ignores_filters_and_seed() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     assert sample(logits, [key(temperature=0.0)]) == [1]

@@ -25,7 +25,7 @@ def attend(batch: Batch, scale: float) -> torch.Tensor:
 @given(cases())
 def test_equals_dense_attention_and_reads_no_slot_behind_the_sequence(case: Case) -> None:
     batch = build(case)
-    scale = case.head_dim**-0.5
+    scale = 0.8 * case.head_dim**-0.5
     found = attend(batch, scale)
     assert found.dtype == case.dtype and found.shape == batch.q.shape
     error = (found.double() - dense_attention(batch, case.group, scale)).abs().max()
