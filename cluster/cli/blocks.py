@@ -59,7 +59,7 @@ def show_pools(pools: Sequence[pb.Pool], console: Console) -> None:
         table.add_column(heading, justify="right")
     for pool in pools:
         counts = [str(getattr(pool, f"num_{name}")) for name in CLASSES]
-        verdict = "consistent" if pool.consistent else "INCONSISTENT"
+        verdict = "ok" if pool.consistent else "WRONG"
         table.add_row(pool.worker_id, str(pool.num_total), *counts, verdict)
     console.print(table)
 

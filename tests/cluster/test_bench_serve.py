@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,30 @@ def test_progress_counts_up_in_every_repeat(server: FakeServer) -> None:
     seen: list[tuple[int, int]] = []
     asyncio.run(bench_serve(server.endpoint, WORKLOAD, 2, lambda *news: seen.append(news)))
     assert seen == list(itertools.product((0, 1), range(1, 7)))
+
+
+class InPairs(FakeServer):
+    """Serves a measured request only while exactly one other is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = asyncio.Barrier(2)
+        self.in_flight = self.most_in_flight = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.requests:  # the warm-up comes alone
+            async with asyncio.timeout(10):
+                await self.pair.wait()
+        await super().Generate(request, context)
+        self.in_flight -= 1
+
+
+def test_as_many_requests_as_asked_are_in_flight() -> None:
+    with InPairs() as server:
+        assert run(server).error is None
+    assert server.most_in_flight == 2
 
 
 def test_failures_are_counted_and_fail_the_run() -> None:

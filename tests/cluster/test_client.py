@@ -60,7 +60,7 @@ FAILING: dict[str, Sequence[Step]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[FakeServer]:
     with FakeServer({**BROKEN, **GOOD, **FAILING}) as running:
         yield running
@@ -68,8 +68,6 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def client(server: FakeServer) -> Iterator[Client]:
-    server.left.clear()
-    server.holding.clear()
     with Client(server.endpoint) as connected:
         yield connected
 
@@ -179,8 +177,6 @@ def test_broken_stream_is_not_left_running(client: Client, server: FakeServer) -
 
 
 def test_abandoned_async_stream_cancels_its_request(server: FakeServer) -> None:
-    server.left.clear()
-
     async def abandon() -> bool:
         async with AsyncClient(server.endpoint) as client:
             async for event in client.generate("hangs"):
@@ -193,8 +189,6 @@ def test_abandoned_async_stream_cancels_its_request(server: FakeServer) -> None:
 
 
 def test_cancelled_task_cancels_its_request(server: FakeServer) -> None:
-    server.left.clear()
-    server.holding.clear()
 
     async def cancel() -> bool:
         async with AsyncClient(server.endpoint) as client:
