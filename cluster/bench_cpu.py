@@ -6,7 +6,7 @@ run on this machine; knows nothing of what they do.
 
 from __future__ import annotations
 
-import socket
+import ipaddress
 from collections.abc import Iterable
 from typing import Self
 
@@ -23,12 +23,16 @@ class CpuMeter:
         self._before = self._total()
 
     @classmethod
-    def of_cluster(cls, status: pb.StatusResponse, hostname: str | None = None) -> Self | None:
-        """A meter of the routers and workers of ``status``; None unless all run on this host."""
-        here = hostname or socket.gethostname()
+    def of_cluster(cls, status: pb.StatusResponse, endpoint: str) -> Self | None:
+        """A meter of the routers and workers of ``status``; None unless all run on this machine.
+
+        They do if ``endpoint`` is a loopback address and all of them name one host: what a host
+        is called is the cluster's business.
+        """
         places = [(router.host, router.pid) for router in status.routers]
         places += [(worker.worker.host, worker.worker.pid) for worker in status.workers]
-        if not places or any(host != here or pid <= 0 for host, pid in places):
+        hosts = {host for host, _ in places}
+        if not _is_loopback(endpoint) or len(hosts) != 1 or any(pid <= 0 for _, pid in places):
             return None
         try:
             return cls(psutil.Process(pid) for pid in sorted({pid for _, pid in places}))
@@ -47,3 +51,11 @@ class CpuMeter:
     def _total(self) -> float:
         times = [process.cpu_times() for process in self._processes]
         return sum(time.user + time.system for time in times)
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -115,7 +115,7 @@ async def bench_serve(
             def ended(count: int, number: int = number) -> None:
                 on_progress(number, count)
 
-            meter = CpuMeter.of_cluster(status)
+            meter = CpuMeter.of_cluster(status, endpoint)
             repeat = await _run(client, workload, prompts, ended, clock)
             repeat.cpu_s = meter.elapsed() if meter is not None else None
             repeats.append(repeat)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvferry.engine.request import InvalidRequest
 from kvferry.protos import kvferry_pb2 as pb
 from tests.cluster.fake_server import FakeServer, finished, status_response
 
+LOCAL = "127.0.0.1:50051"
 WORKLOAD = Workload(input_tokens=5, output_tokens=4, concurrency=2, num_requests=6, seed=3)
 
 
@@ -150,16 +152,15 @@ def test_results_are_those_of_the_median_repeat(durations: tuple[int, ...], medi
 
 def local_status(pid: int) -> pb.StatusResponse:
     status = status_response()
-    here = socket.gethostname()
     for router in status.routers:
-        router.host, router.pid = here, pid
+        router.pid = pid
     for entry in status.workers:
-        entry.worker.host, entry.worker.pid = here, pid
+        entry.worker.pid = pid
     return status
 
 
 def test_cpu_time_is_that_of_the_named_processes() -> None:
-    meter = CpuMeter.of_cluster(local_status(os.getpid()))
+    meter = CpuMeter.of_cluster(local_status(os.getpid()), LOCAL)
     assert meter is not None
     before = os.times()
     while os.times().user - before.user < 0.1:
@@ -169,12 +170,27 @@ def test_cpu_time_is_that_of_the_named_processes() -> None:
     assert 0.05 < elapsed < 5
 
 
-def test_cpu_time_of_other_hosts_is_unknown() -> None:
-    assert CpuMeter.of_cluster(status_response()) is None
-    assert CpuMeter.of_cluster(pb.StatusResponse()) is None
-    mixed = local_status(os.getpid())
-    mixed.workers[0].worker.host = "elsewhere"
-    assert CpuMeter.of_cluster(mixed) is None
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:5", "localhost:5", "[::1]:5"])
+def test_cpu_time_is_known_on_this_machine(endpoint: str) -> None:
+    assert CpuMeter.of_cluster(local_status(os.getpid()), endpoint) is not None
+
+
+def test_cpu_time_of_other_machines_is_unknown() -> None:
+    local = local_status(os.getpid())
+    for endpoint in ("10.0.0.1:5", "example.org:5", "nonsense"):
+        assert CpuMeter.of_cluster(local, endpoint) is None
+    assert CpuMeter.of_cluster(pb.StatusResponse(), LOCAL) is None
+    local.workers[0].worker.host = "another"
+    assert CpuMeter.of_cluster(local, LOCAL) is None
+
+
+def test_cpu_time_of_a_process_that_is_gone_is_unknown() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        meter = CpuMeter.of_cluster(local_status(process.pid), LOCAL)
+        process.communicate()
+    assert meter is not None
+    assert meter.elapsed() is None
+    assert CpuMeter.of_cluster(local_status(process.pid), LOCAL) is None
 
 
 def test_cpu_time_goes_into_the_results(server: FakeServer) -> None:
