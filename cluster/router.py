@@ -160,6 +160,16 @@ class Router:
         self._place(now)
         return True
 
+    def shut_down(self, now: float) -> None:
+        """End every request: this router stops serving."""
+        error = WorkerLost("the router is shutting down; try again at another router")
+        for request in list(self.requests.values()):
+            self._end(request, RequestEnd(FAILED, error), now)
+
+    def ask_audit(self, worker: NodeRef, query_id: int) -> None:
+        """Ask a worker for its audit; the answer appears in ``audits``."""
+        self._send(worker, m.AuditRequest(query_id))
+
     # --- messages ---------------------------------------------------------------------------
 
     def deliver(self, envelope: Envelope, now: float) -> None:

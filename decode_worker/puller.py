@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvferry.decode_worker.leg import DecodeLeg
-from kvferry.kv_transfer.connector import BlockResult, Move, ReadStatus
+from kvferry.kv_transfer.connector import BlockResult, Move, Peer, ReadStatus
 from kvferry.worker import messages as m
 from kvferry.worker.messages import AnnouncedBlock, Envelope, FailureCause, LegState, NodeRef
 from kvferry.worker.worker import Worker
@@ -39,6 +39,7 @@ class Puller:
         self._worker = worker
         self._pool = worker.engine.pool
         self._listener = listener
+        self._used: dict[str, Peer] = {}
         self.blocks_moved = 0
         self.bytes_moved = 0
         self.reads_failed = 0
@@ -101,6 +102,9 @@ class Puller:
         )
         pull.reading[read_id] = {block.start for block in wanted}
         pull.connector = peer.info.connector
+        if self._used.get(peer.info.worker_id) is not peer:
+            self._used[peer.info.worker_id] = peer
+            pull.setup_s = peer.setup_s
         if pull.first_read_at is None:
             pull.first_read_at = now
 

@@ -11,6 +11,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.engine.request import SamplingParams
+from kvferry.kv_cache.errors import KVFerryError
+
+
+class PoisonedRows(KVFerryError):
+    """Sequences of the batch for which no token can be chosen, by place; the others are sound.
+
+    Raised after the step's KV has been written: the others may simply be scheduled again.
+    """
+
+    def __init__(self, rows: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ where sequences come from or where tokens go: each sequence's owner hears of its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvferry.engine.batch import ModelRunner
+from kvferry.engine.batch import ModelRunner, PoisonedRows
 from kvferry.engine.request import Attempt, RequestSpec
-from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from kvferry.engine.scheduler import Scheduler, SchedulerConfig
 from kvferry.engine.sequence import SequenceKey, SequenceOwner, SequenceState
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.block_table import BlockTable, KVCacheManager
@@ -113,8 +113,11 @@ class Engine:
                 sequence.first_scheduled_at = self.step_started_at
         try:
             result = self._runner.execute(step.output)
+        except PoisonedRows as error:
+            self._fail([step.sequences[row] for row in error.rows], error)
+            return True  # the others are scheduled again, over the same positions
         except Exception as error:  # the step's boundary: it ends the batch and is counted
-            self._fail(step, error)
+            self._fail(step.sequences, error)
             return True
         now = self._clock()
         for progress in self.scheduler.update(step, result):
@@ -124,11 +127,11 @@ class Engine:
                 self.remove(sequence)
         return True
 
-    def _fail(self, step: ScheduledStep, error: Exception) -> None:
-        """End every sequence of a step that raised: their KV cannot be trusted."""
+    def _fail(self, sequences: Sequence[SequenceState], error: Exception) -> None:
+        """End the sequences that a step could not compute: their KV cannot be trusted."""
         self.num_failed_steps += 1
-        logger.exception("engine step with %d sequences failed", len(step.sequences))
+        logger.error("an engine step failed for %d sequences", len(sequences), exc_info=error)
         now = self._clock()
-        for sequence in step.sequences:
+        for sequence in sequences:
             sequence.owner.on_failure(sequence, f"{type(error).__name__}: {error}", now)
             self.remove(sequence)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.engine.batch import PoisonedRows
 from kvferry.engine.request import SamplingParams
-from kvferry.kv_cache.errors import KVFerryError
 
 LogitsProcessor = Callable[[torch.Tensor], torch.Tensor]
 """Maps one row of logits ``[vocab_size]`` float64 to another; a removed token has -inf."""
@@ -25,7 +25,7 @@ _SEED_MASK = (1 << 64) - 1
 _FIRST_PREFIX = 512
 
 
-class InvalidLogits(KVFerryError):
+class InvalidLogits(PoisonedRows):
     """Rows of logits from which no token can be chosen: NaN, +inf, or nothing but -inf.
 
     Attributes:
@@ -34,10 +34,10 @@ class InvalidLogits(KVFerryError):
 
     def __init__(self, rows: Sequence[int]) -> None:
         super().__init__(
+            rows,
             f"logits of rows {list(rows)} have no finite maximum; the model computed NaN or "
-            "infinity: check its weights and dtype"
+            "infinity: check its weights and dtype",
         )
-        self.rows = tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)

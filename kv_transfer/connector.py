@@ -109,6 +109,11 @@ class Peer(Protocol):
         """What the source said of itself in the handshake."""
         ...
 
+    @property
+    def setup_s(self) -> float:
+        """Seconds that opening the connection took."""
+        ...
+
     def close(self) -> None:
         """Drop the connection; its unfinished reads end FAILED."""
         ...

@@ -178,7 +178,7 @@ class PrefillRole:
             block.num_tokens,
             BlockRef(self._worker.ref.epoch, block.block_id, pool_block.generation),
             pool_block.block_hash,
-            self._worker.connector.digest(block.block_id),
+            self._worker.connector.digest(block.block_id) if self._worker.checksum else None,
         )
         job.announced.append(announced)
         return announced

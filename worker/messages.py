@@ -341,7 +341,7 @@ class AnnouncedBlock:
     num_tokens: int
     ref: BlockRef
     block_hash: bytes
-    digest: int
+    digest: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,12 +89,20 @@ class _Router:
 
 
 class Worker:
-    """See the module. ``outbox`` holds stamped envelopes in sending order."""
+    """See the module. ``outbox`` holds stamped envelopes in sending order; with ``checksum``
+    announced blocks carry a digest.
+    """
 
     def __init__(
-        self, ref: NodeRef, engine: Engine, connector: KVConnector, times: WorkerTimes
+        self,
+        ref: NodeRef,
+        engine: Engine,
+        connector: KVConnector,
+        times: WorkerTimes,
+        checksum: bool = True,
     ) -> None:
         self.ref = ref
+        self.checksum = checksum
         self.engine = engine
         self.connector = connector
         self.times = times

@@ -95,8 +95,8 @@ def _parse(path: Path, data: NDArray[np.uint8]) -> GGUFFile:
     version = cursor.unpack("<I")
     if version not in (2, 3):
         raise UnsupportedModel(f"{path}: GGUF version {version}, wanted 2 or 3, little endian")
-    num_tensors = cursor.count(minimum_bytes=24)
-    num_keys = cursor.count(minimum_bytes=12)
+    num_tensors = cursor.unpack("<Q")
+    num_keys = cursor.unpack("<Q")
     metadata: dict[str, Value] = {}
     for _ in range(num_keys):
         key = cursor.string()
@@ -126,9 +126,8 @@ def _value(cursor: _Cursor, kind: GGUFValueType) -> Value:
     if element is GGUFValueType.ARRAY:
         raise cursor.damage("an array of arrays")
     if element is GGUFValueType.STRING:
-        return [cursor.string() for _ in range(cursor.count(minimum_bytes=8))]
-    width = np.dtype(_SCALARS[element]).itemsize
-    return cursor.scalars(_SCALARS[element], cursor.count(minimum_bytes=width))
+        return [cursor.string() for _ in range(cursor.unpack("<Q"))]
+    return cursor.scalars(_SCALARS[element], cursor.unpack("<Q"))
 
 
 def _kind(cursor: _Cursor) -> GGUFValueType:
@@ -172,7 +171,10 @@ def _place(
 
 
 class _Cursor:
-    """A position in the mapped file; every step is checked against what is left."""
+    """A position in the mapped file; every step is checked against what is left.
+
+    Whatever a count announces, each entry takes bytes: reading ends with the file at the latest.
+    """
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self.path = path
@@ -194,13 +196,6 @@ class _Cursor:
     def unpack(self, code: str) -> int:
         value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
         return value
-
-    def count(self, minimum_bytes: int) -> int:
-        """A 64-bit count of things of at least ``minimum_bytes`` each."""
-        number = self.unpack("<Q")
-        if number * minimum_bytes > self.size - self.at:
-            raise self.damage(f"{number} entries announced, more than the file can hold")
-        return number
 
     def string(self) -> str:
         return self.take(self.unpack("<Q")).decode("utf-8")

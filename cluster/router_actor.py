@@ -1,0 +1,140 @@
+"""The router as an actor: an event loop in a thread, with router, front door and gRPC server.
+
+A plain class: the launcher wraps it with ``ray.remote``. Ray starts it and watches it; no token
+passes through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvferry.cluster.grpc_server import GrpcServer
+from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.router import RouterConfig
+from kvferry.cluster.router_node import RouterNode
+from kvferry.engine.chat import ChatTemplate
+from kvferry.engine.tokenizer import Tokenizer
+from kvferry.worker.description import WorkerDescription
+from kvferry.worker.messages import NodeRef
+
+CALL_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """All that a router needs to know to start.
+
+    Attributes:
+        grpc: HOST:PORT to listen on; port 0 picks a free one.
+        served_name: the model's name to clients; None: its own.
+        prefill_window: tokens that a prefill worker may hold beyond what it runs.
+    """
+
+    ref: NodeRef
+    model_folder: str
+    grpc: str
+    config: RouterConfig
+    prefill_window: int
+    served_name: str | None = None
+    bind_host: str = "127.0.0.1"
+
+
+class RouterActor:
+    """One router in this process. ``start`` once, with the workers, then it serves."""
+
+    def __init__(self, settings: RouterSettings, log_level: str = "WARNING") -> None:
+        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="kvferry-router", daemon=True
+        )
+        self._thread.start()
+        self._node: RouterNode | None = None
+        self._server: GrpcServer | None = None
+
+    def start(self, workers: list[WorkerDescription]) -> str:
+        """Listen and register the workers; returns the gRPC endpoint. Raises PortUnavailable."""
+        return self._call(self._start(workers))
+
+    def pid(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def register(self, worker: WorkerDescription) -> None:
+        """A worker has joined."""
+        self._call(self._on_node(lambda node: node.register(worker)))
+
+    def worker_died(self, ref: NodeRef, why: str) -> None:
+        """A worker is known to be dead."""
+        self._call(self._on_node(lambda node: node.worker_died(ref, why)))
+
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when ready."""
+        assert self._node is not None
+        return self._node.router.workers.not_ready_reasons()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Let streams finish for ``grace_s`` seconds, end the rest, close."""
+        if self._loop.is_closed():
+            return
+        self._call(self._stop(grace_s), timeout=grace_s + CALL_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        self._loop.close()
+
+    async def _start(self, workers: list[WorkerDescription]) -> str:
+        settings = self._settings
+        folder = Path(settings.model_folder)
+        intake = Intake(
+            served_model(workers, settings.served_name),
+            Tokenizer(folder),
+            ChatTemplate.from_folder(folder),
+            secrets.randbits,
+        )
+        self._node = RouterNode(
+            settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
+        )
+        self._server = GrpcServer(self._node, settings.grpc)
+        for worker in workers:
+            self._node.register(worker)
+        await self._server.start()
+        return self._server.endpoint
+
+    async def _on_node(self, action: Any) -> None:
+        assert self._node is not None
+        action(self._node)
+
+    async def _stop(self, grace_s: float) -> None:
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._node is not None:
+            await self._node.stop()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float = CALL_TIMEOUT_S) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+
+def served_model(workers: list[WorkerDescription], served_name: str | None) -> ServedModel:
+    """The model as every worker can serve it."""
+    first = workers[0]
+    return ServedModel(
+        served_name or first.model.name,
+        first.model.revision,
+        first.model.architecture,
+        first.dtype,
+        first.layout,
+        min(worker.max_model_len for worker in workers),
+        first.model.vocab_size,
+        first.model.eos_token_ids,
+    )

@@ -1,0 +1,136 @@
+"""The router and its front door as one asyncio program: router, sockets, clients' streams.
+
+Everything here runs on one event loop, except the network thread, which hands arriving messages
+to the loop. Decisions are the router's; this shell moves messages, drives the clock and keeps
+what status needs to say about workers. Does not know gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from kvferry.cluster.intake import Intake
+from kvferry.cluster.policy import LeastLoaded
+from kvferry.cluster.routed_request import RoutedRequest
+from kvferry.cluster.router import Router, RouterConfig
+from kvferry.cluster.session import Session, SessionItem
+from kvferry.engine.detokenizer import IncrementalDetokenizer
+from kvferry.engine.request import RequestId, RequestSpec
+from kvferry.worker import messages as m
+from kvferry.worker.description import WorkerDescription
+from kvferry.worker.messages import Envelope, NodeRef
+from kvferry.worker.network import Network
+
+logger = logging.getLogger(__name__)
+
+AUDIT_TIMEOUT_S = 10.0
+
+
+class RouterNode:
+    """See the module. Construct on the loop that will run it."""
+
+    def __init__(
+        self,
+        ref: NodeRef,
+        intake: Intake,
+        config: RouterConfig,
+        prefill_window: int,
+        bind_host: str = "127.0.0.1",
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._network = Network(bind_host, self._from_network)
+        self.intake = intake
+        self.router = Router(ref, self._network.address, LeastLoaded(prefill_window), config)
+        self.descriptions: dict[NodeRef, WorkerDescription] = {}
+        self._audits: dict[tuple[NodeRef, int], asyncio.Future[m.AuditReport]] = {}
+        self._audit_ids = 0
+        self._timer = self._loop.create_task(self._run_timer(config.heartbeat / 4))
+        self._network.start()
+
+    @staticmethod
+    def clock() -> float:
+        """Seconds, monotonic: the router's clock."""
+        return time.monotonic()
+
+    def register(self, description: WorkerDescription) -> None:
+        """A worker has started."""
+        self.descriptions[description.member.ref] = description
+        self.router.register(description.member, self.clock())
+        self._flush()
+
+    def worker_died(self, ref: NodeRef, why: str) -> None:
+        """A worker is known to be dead."""
+        self.router.worker_died(ref, why, self.clock())
+        self._flush()
+
+    def submit(self, spec: RequestSpec, emit: Callable[[SessionItem], None]) -> RoutedRequest:
+        """Begin a stream; items for the client go to ``emit``. Raises Overloaded."""
+        skip = spec.sampling.skip_special_tokens
+        detokenizer = IncrementalDetokenizer(self.intake.tokenizer, skip)
+        request = self.router.submit(spec, Session(spec, detokenizer, emit), self.clock())
+        self._flush()
+        return request
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if it is unknown or has ended."""
+        found = self.router.cancel(RequestId(request_id), self.clock())
+        self._flush()
+        return found
+
+    async def audit(self, ref: NodeRef) -> m.AuditReport:
+        """Ask a worker to walk its pool. Raises TimeoutError."""
+        self._audit_ids += 1
+        key = (ref, self._audit_ids)
+        future: asyncio.Future[m.AuditReport] = self._loop.create_future()
+        self._audits[key] = future
+        try:
+            self.router.ask_audit(ref, self._audit_ids)
+            self._flush()
+            async with asyncio.timeout(AUDIT_TIMEOUT_S):
+                return await future
+        finally:
+            del self._audits[key]
+
+    async def stop(self) -> None:
+        """End every stream and close the sockets."""
+        self.router.shut_down(self.clock())
+        self._flush()
+        self._timer.cancel()
+        await asyncio.gather(self._timer, return_exceptions=True)
+        await asyncio.to_thread(self._network.stop)
+
+    # --- the loop's two inputs --------------------------------------------------------------
+
+    def _from_network(self, envelope: Envelope) -> None:
+        """On the network thread."""
+        self._loop.call_soon_threadsafe(self._deliver, envelope)
+
+    def _deliver(self, envelope: Envelope) -> None:
+        self.router.deliver(envelope, self.clock())
+        while self.router.audits:
+            sender, report = self.router.audits.popleft()
+            future = self._audits.get((sender, report.query_id))
+            if future is not None and not future.done():
+                future.set_result(report)
+        self._flush()
+
+    async def _run_timer(self, period: float) -> None:
+        while True:
+            self.router.tick(self.clock())
+            self._flush()
+            await asyncio.sleep(period)
+
+    def _flush(self) -> None:
+        outbox = self.router.outbox
+        if not outbox:
+            return
+        envelopes = list(outbox)
+        outbox.clear()
+        self._network.send(
+            (description.member.address, envelope)
+            for envelope in envelopes
+            if (description := self.descriptions.get(envelope.receiver)) is not None
+        )

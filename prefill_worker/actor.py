@@ -1,0 +1,14 @@
+"""The prefill worker as an actor: one worker with the prefill role attached."""
+
+from __future__ import annotations
+
+from kvferry.prefill_worker.role import PrefillRole
+from kvferry.worker.actor import WorkerActor
+from kvferry.worker.build import WorkerSettings
+
+
+class PrefillWorker(WorkerActor):
+    """See ``WorkerActor``."""
+
+    def __init__(self, settings: WorkerSettings, bind_host: str, log_level: str) -> None:
+        super().__init__(settings, (PrefillRole,), bind_host, log_level)

@@ -1,0 +1,81 @@
+"""What every worker actor does; the roles' rooms add which roles to attach.
+
+A plain class: the launcher wraps it with ``ray.remote``. Its methods are control only; tokens and
+blocks never pass through Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from kvferry.worker.build import WorkerSettings, build_worker
+from kvferry.worker.description import WorkerDescription
+from kvferry.worker.messages import Member
+from kvferry.worker.process import WorkerProcess
+from kvferry.worker.worker import RoleHandler, Worker
+
+RoleFactory = Callable[[Worker], RoleHandler]
+
+
+class WorkerActor:
+    """One worker in this process. ``start`` once, then it serves until ``stop``."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        roles: Sequence[RoleFactory],
+        bind_host: str = "127.0.0.1",
+        log_level: str = "WARNING",
+    ) -> None:
+        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+        self._settings = settings
+        self._roles = roles
+        self._bind_host = bind_host
+        self._process: WorkerProcess | None = None
+        self._ended = threading.Event()
+
+    def start(self, node_id: str | None = None) -> WorkerDescription:
+        """Load the model, allocate the pool, listen, serve."""
+        built = build_worker(self._settings)
+        worker = built.worker
+        for role in self._roles:
+            worker.attach(role(worker))
+        self._process = WorkerProcess(
+            worker, self._bind_host, self._settings.audit_every_step, self._ended.set
+        )
+        self._process.start()
+        info = worker.connector.local_info()
+        member = Member(
+            worker.ref,
+            tuple(role.role for role in worker.roles),
+            self._process.address,
+            info,
+        )
+        return WorkerDescription(
+            member=member,
+            pid=os.getpid(),
+            threads=self._settings.threads,
+            kernels="reference",
+            isa=None,
+            connectors=(info.connector,),
+            model=built.model,
+            layout=built.layout,
+            dtype=self._settings.dtype,
+            max_model_len=built.max_model_len,
+            pool_arithmetic=built.pool.arithmetic,
+            node_id=node_id,
+        )
+
+    def wait(self) -> str:
+        """Return when the worker has ended by itself; a pending call tells of its death."""
+        self._ended.wait()
+        return "the engine thread has ended"
+
+    def stop(self) -> None:
+        """Stop serving and give the pool back; idempotent."""
+        if self._process is not None:
+            self._process.stop()
+        self._ended.set()

@@ -1,0 +1,140 @@
+"""Builds a worker from its settings: model, pool, connector, engine.
+
+The one place where a worker's parts are chosen. Knows no role, no Ray and no router.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.model_runner import TorchModelRunner, peak_step_bytes
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.llama import LlamaModel
+from kvferry.engine.models.loading import ModelDtype, kv_layout, load_model
+from kvferry.engine.pool_sizing import PoolSize, memory_limit, size_pool
+from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.connector import KVConnector
+from kvferry.kv_transfer.faults import FaultPlan, FaultyConnector
+from kvferry.kv_transfer.memory import allocate_shared
+from kvferry.kv_transfer.shm import ShmConnector
+from kvferry.worker.messages import NodeRef
+from kvferry.worker.worker import Worker, WorkerTimes
+
+RESERVE_BYTES = 512 << 20
+"""Memory left for the interpreter and its libraries when a pool is sized automatically."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """All that a worker needs to know to start; plain data, so that it can travel.
+
+    Attributes:
+        ref: the worker's id and epoch.
+        model_folder: folder in Hugging Face layout.
+        max_model_len: tokens of one request at most; None: what the model and the pool allow.
+        num_blocks, pool_bytes: the pool as asked for; both None sizes it automatically.
+        memory_share: this worker's part of the machine's memory, for automatic sizing.
+        threads: compute threads.
+        checksum: verify a digest of every block moved.
+        max_in_flight_blocks: blocks copied per poll of the connector.
+        faults: what to inject into transfers, for trials.
+    """
+
+    ref: NodeRef
+    model_folder: str
+    dtype: ModelDtype
+    kv_dtype: str
+    scheduler: SchedulerConfig
+    times: WorkerTimes
+    block_size: int = 16
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    pool_bytes: int | None = None
+    memory_share: float = 0.5
+    threads: int = 1
+    checksum: bool = True
+    max_in_flight_blocks: int = 64
+    faults: FaultPlan | None = None
+    audit_every_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltWorker:
+    """A worker, and what start-up has to say about it."""
+
+    worker: Worker
+    model: ModelConfig
+    layout: KVCacheLayout
+    pool: PoolSize
+    max_model_len: int
+
+
+def build_worker(settings: WorkerSettings) -> BuiltWorker:
+    """Load the model, allocate the pool, open the connector.
+
+    Raises ModelError, PoolTooSmall or PoolMemoryUnavailable.
+    """
+    torch.set_num_threads(settings.threads)
+    model = load_model(Path(settings.model_folder), settings.dtype)
+    config = model.config
+    layout = kv_layout(config, settings.block_size, settings.kv_dtype)
+    pool_size = _size_pool(settings, model, layout)
+    max_len = min(
+        settings.max_model_len or config.max_model_len,
+        config.max_model_len,
+        pool_size.num_blocks * layout.block_size,
+    )
+    memory = allocate_shared(pool_size.num_blocks, layout.block_bytes())
+    model_id = f"{config.name}@{config.revision}"
+    shm = ShmConnector(
+        memory,
+        worker_id=settings.ref.node_id,
+        epoch=settings.ref.epoch,
+        model=model_id,
+        layout=layout,
+        bytes_per_poll=settings.max_in_flight_blocks * layout.block_bytes(),
+    )
+    faults = settings.faults
+    connector: KVConnector = shm if faults is None else FaultyConnector(shm, faults)
+    runner = TorchModelRunner(
+        model,
+        torch.from_numpy(memory.blocks),
+        layout,
+        pool_size.num_blocks,
+        settings.scheduler.max_num_batched_tokens,
+        settings.scheduler.max_num_seqs,
+    )
+    engine = Engine(
+        settings.scheduler,
+        runner,
+        BlockPool(pool_size.num_blocks, memory.raise_generation),
+        layout.block_size,
+        model_id,
+        time.monotonic,
+    )
+    worker = Worker(settings.ref, engine, connector, settings.times, settings.checksum)
+    return BuiltWorker(worker, config, layout, pool_size, max_len)
+
+
+def _size_pool(settings: WorkerSettings, model: LlamaModel, layout: KVCacheLayout) -> PoolSize:
+    limit = settings.scheduler
+    max_len = min(settings.max_model_len or model.config.max_model_len, model.config.max_model_len)
+    return size_pool(
+        memory_limit(),
+        settings.memory_share,
+        model.weights.num_bytes(),
+        peak_step_bytes(model, layout, limit.max_num_batched_tokens, limit.max_num_seqs),
+        RESERVE_BYTES,
+        layout.block_bytes(),
+        useful_blocks=limit.max_num_seqs * layout.num_blocks_for(max_len),
+        requested_memory=settings.pool_bytes,
+        requested_blocks=settings.num_blocks,
+        min_blocks=layout.num_blocks_for(max_len) if settings.max_model_len else 1,
+    )

@@ -1,0 +1,30 @@
+"""What a started worker says of itself, to whoever started it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.engine.models.config import ModelConfig
+from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.worker.messages import Member
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a started worker says of itself.
+
+    ``pool_arithmetic`` is the line that says how its number of blocks came about.
+    """
+
+    member: Member
+    pid: int
+    threads: int
+    kernels: str
+    isa: str | None
+    connectors: tuple[str, ...]
+    model: ModelConfig
+    layout: KVCacheLayout
+    dtype: str
+    max_model_len: int
+    pool_arithmetic: str
+    node_id: str | None = None

@@ -1,0 +1,149 @@
+"""The network thread: the one place that touches ZeroMQ.
+
+Owns a PULL socket that every other node pushes to, and one PUSH socket per address it sends to.
+Sending never blocks the caller: messages go through a bounded outbox, and what a full socket does
+not take is dropped and counted (the lists heal it). Knows envelopes only as bytes with a
+destination; does not know what any message means.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from kvferry.worker.codec import MAX_MESSAGE_BYTES, BadMessage, decode, encode
+from kvferry.worker.messages import Envelope
+
+logger = logging.getLogger(__name__)
+
+Outgoing = tuple[str, Envelope]  # address, message
+
+OUTBOX_LIMIT = 100_000
+IDLE_SOCKET_S = 60.0
+
+
+class Network:
+    """See the module.
+
+    Args:
+        bind_host: interface to listen on.
+        on_envelope: called on the network thread for every message that decodes.
+        beats: asked every ``beat_period`` seconds for heartbeats to send.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        on_envelope: Callable[[Envelope], None],
+        beats: Callable[[], Iterable[Outgoing]] | None = None,
+        beat_period: float = 0.5,
+    ) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._on_envelope = on_envelope
+        self._beats = beats
+        self._beat_period = beat_period
+        self._outbox: deque[Outgoing] = deque()
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.setsockopt(zmq.LINGER, 0)
+        self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        port = self._pull.bind_to_random_port(f"tcp://{bind_host}")
+        self.address = f"tcp://{bind_host}:{port}"
+        self._push: dict[str, tuple[zmq.Socket[bytes], float]] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-network", daemon=True)
+
+    def start(self) -> None:
+        """Begin to receive and send."""
+        self._thread.start()
+
+    def send(self, messages: Iterable[Outgoing]) -> None:
+        """Queue messages, in order; any thread; never blocks."""
+        for message in messages:
+            if len(self._outbox) >= OUTBOX_LIMIT:
+                self.dropped["outbox full"] += 1
+            else:
+                self._outbox.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Send what is queued, then close every socket."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._thread.ident is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(timeout)
+        self._context.destroy(linger=200)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._pull, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        next_beat = 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            wait = max(0.0, next_beat - now) if self._beats else 1.0
+            ready = dict(poller.poll(int(wait * 1000) + 1))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._pull in ready:
+                self._receive_all()
+            if self._beats is not None and time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self._beat_period
+                self._outbox.extend(self._beats())
+                self._close_idle()
+            self._send_all()
+        self._send_all()
+
+    def _receive_all(self) -> None:
+        for _ in range(256):
+            try:
+                data = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_envelope(decode(data))
+            except BadMessage as error:
+                self.dropped["bad message"] += 1
+                logger.warning("refused a message: %s", error)
+
+    def _send_all(self) -> None:
+        while self._outbox:
+            address, envelope = self._outbox.popleft()
+            try:
+                self._socket(address).send(encode(envelope), zmq.NOBLOCK)
+            except zmq.Again:
+                self.dropped["socket full"] += 1
+            except zmq.ZMQError as error:
+                self.dropped["send failed"] += 1
+                logger.warning("cannot send to %s: %s", address, error)
+
+    def _socket(self, address: str) -> zmq.Socket[bytes]:
+        found = self._push.get(address)
+        if found is None:
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.setsockopt(zmq.SNDHWM, 10_000)
+            socket.connect(address)
+        else:
+            socket = found[0]
+        self._push[address] = (socket, time.monotonic())
+        return socket
+
+    def _close_idle(self) -> None:
+        """Sockets to addresses that nobody has sent to for a while (their nodes are gone)."""
+        now = time.monotonic()
+        for address, (socket, used_at) in list(self._push.items()):
+            if now - used_at > IDLE_SOCKET_S:
+                socket.close()
+                del self._push[address]
