@@ -39,7 +39,7 @@ def streamed(tokenizer: Tokenizer, parts: Sequence[Sequence[int]], skip: bool) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(
-    ids=st.lists(st.integers(0, 280), max_size=24),
+    ids=st.lists(st.integers(0, 280) | st.integers(257, 270), max_size=24),
     cuts=st.lists(st.integers(0, 24), max_size=8),
     skip=st.booleans(),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry.engine.tokenizer import Tokenizer
@@ -23,16 +23,22 @@ def save(fast: FastTokenizer, folder: Path) -> Tokenizer:
 
 
 def byte_level(folder: Path) -> Tokenizer:
-    """All bytes, some merges across character borders, special and other added tokens."""
+    """All bytes, some merges across character borders, special and other added tokens.
+
+    Like many, it would prepend a token if it were let.
+    """
     vocab = {token: index for index, token in enumerate(vocabulary())}
     alphabet = byte_alphabet()
     broken = [alphabet[0xE2] + alphabet[0x82], alphabet[0xAC] + alphabet[0xF0]]
     for token in broken:
         vocab[token] = len(vocab)
-    merges = [tuple(m.split(" ")) for m in MERGES] + [(b[0], b[1]) for b in broken]
+    merges = [(left, right) for left, right in (m.split(" ") for m in MERGES)]
+    merges += [(token[0], token[1]) for token in broken]
     fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
+    begin = ("<|im_start|>", 1)
+    fast.post_processor = processors.TemplateProcessing(f"{begin[0]} $A", None, [begin])
     fast.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     fast.add_tokens(
         [AddedToken("two words", normalized=False), AddedToken("日本", normalized=False)]
