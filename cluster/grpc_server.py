@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import grpc
@@ -66,10 +65,12 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
     def __init__(self, node: RouterNode) -> None:
         self._node = node
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream one request: accepted, deltas, finished; or an error status."""
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Stream one request: accepted, deltas, finished; or an error status.
+
+        Writes rather than yields: a cancellation does not reach a generator that is suspended
+        at its ``yield``, and a client's leaving must cancel the request at once.
+        """
         node = self._node
         stream = _Stream()
         try:
@@ -79,15 +80,15 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
             await _fail(context, error)
         request_id = routed.request_id
         try:
-            yield wire.accepted(routed, request.echo_prompt_token_ids)
+            await context.write(wire.accepted(routed, request.echo_prompt_token_ids))
             while True:
                 for item in await stream.next():
                     if isinstance(item, TextDelta):
-                        yield wire.delta(request_id, item)
+                        await context.write(wire.delta(request_id, item))
                         continue
                     if item.end.error is not None:
                         await _fail(context, item.end.error, request_id)
-                    yield wire.finished(item)
+                    await context.write(wire.finished(item))
                     return
         finally:
             node.cancel(request_id)
