@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.router import Router, RouterConfig
@@ -43,8 +44,8 @@ class SimWorker:
     """A worker and the parts of it that tests look into."""
 
     worker: Worker
-    runner: StubRunner
-    connector: LocalConnector
+    runner: Any
+    connector: Any
     prefill: PrefillRole | None = None
     decode: DecodeRole | None = None
     alive: bool = True
@@ -113,22 +114,8 @@ class SimCluster:
         ref = NodeRef(name, self.epoch)
         is_prefill = roles == (Role.PREFILL,)
         num_blocks = self.prefill_blocks if is_prefill else self.decode_blocks
-        layout = stub_layout(self.block_size)
-        memory = allocate_private(num_blocks, layout.block_bytes())
-        connector = LocalConnector(
-            self.fabric,
-            memory,
-            worker_id=name,
-            epoch=ref.epoch,
-            model=MODEL,
-            layout=layout,
-            blocks_per_poll=self.blocks_per_poll,
-        )
-        runner = StubRunner(memory.blocks, self.block_size)
-        pool = BlockPool(num_blocks, memory.raise_generation)
-        engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
-        worker = Worker(ref, engine, connector, self.times)
-        sim = SimWorker(worker, runner, connector)
+        sim = self.build(ref, num_blocks)
+        worker = sim.worker
         if Role.PREFILL in roles:
             sim.prefill = PrefillRole(worker)
             worker.attach(sim.prefill)
@@ -139,6 +126,24 @@ class SimCluster:
         if self.router is not None:
             self.router.register(self._member(sim), self.clock.now)
         return sim
+
+    def build(self, ref: NodeRef, num_blocks: int) -> SimWorker:
+        """A worker without roles: here of stub parts; the golden tests build real ones."""
+        layout = stub_layout(self.block_size)
+        memory = allocate_private(num_blocks, layout.block_bytes())
+        connector = LocalConnector(
+            self.fabric,
+            memory,
+            worker_id=ref.node_id,
+            epoch=ref.epoch,
+            model=MODEL,
+            layout=layout,
+            blocks_per_poll=self.blocks_per_poll,
+        )
+        runner = StubRunner(memory.blocks, self.block_size)
+        pool = BlockPool(num_blocks, memory.raise_generation)
+        engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
+        return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 
     def _member(self, sim: SimWorker) -> Member:
         roles = tuple(role.role for role in sim.worker.roles)

@@ -1,0 +1,113 @@
+"""The stepped cluster of ``tests.sim`` with real parts: model, runner, shared-memory connector.
+
+Workers, roles and router are driven by hand in one process, so that a test decides when each
+step and each read happens; the bytes go through real pools and real descriptors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.engine.batch import RunnerOutput, SchedulerOutput
+from kvferry.engine.engine import Engine
+from kvferry.engine.model_runner import TorchModelRunner
+from kvferry.engine.models.llama import LlamaModel
+from kvferry.engine.models.loading import kv_layout
+from kvferry.engine.request import RequestId, RequestSpec, SamplingParams
+from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_transfer.memory import SharedPoolMemory, allocate_shared
+from kvferry.kv_transfer.shm import ShmConnector
+from kvferry.worker.messages import NodeRef
+from kvferry.worker.worker import Worker
+from tests.sim.cluster import SimCluster, SimWorker
+
+
+@dataclass
+class WatchedRunner:
+    """The real runner; may be told to refuse prompt positions, and shows what it runs."""
+
+    inner: TorchModelRunner
+    forbid_prompt: bool = False
+    before_step: Callable[[SchedulerOutput], None] | None = None
+    steps: list[SchedulerOutput] = field(default_factory=list)
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """One real step."""
+        if self.forbid_prompt and any(len(s.token_ids) > 1 for s in output.sequences):
+            raise AssertionError("a prompt forward on the decode side")
+        if self.before_step is not None:
+            self.before_step(output)
+        self.steps.append(output)
+        return self.inner.execute(output)
+
+
+@dataclass
+class RealCluster(SimCluster):
+    """See the module. ``model`` is shared by all workers; each has its own pool."""
+
+    model: LlamaModel | None = None
+    block_size: int = 16
+    prefill_blocks: int = 64
+    decode_blocks: int = 96
+    blocks_per_poll: int = 4
+    scheduler: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(8, 64, 32, watermark=0.0)
+    )
+    memories: dict[NodeRef, SharedPoolMemory] = field(default_factory=dict)
+
+    def build(self, ref: NodeRef, num_blocks: int) -> SimWorker:
+        """A worker with the real model on a shared pool."""
+        assert self.model is not None
+        layout = kv_layout(self.model.config, self.block_size, "float32")
+        memory = allocate_shared(num_blocks, layout.block_bytes())
+        self.memories[ref] = memory
+        connector = ShmConnector(
+            memory,
+            worker_id=ref.node_id,
+            epoch=ref.epoch,
+            model="golden",
+            layout=layout,
+            bytes_per_poll=self.blocks_per_poll * layout.block_bytes(),
+        )
+        runner = WatchedRunner(
+            TorchModelRunner(
+                self.model,
+                torch.from_numpy(memory.blocks),
+                layout,
+                num_blocks,
+                self.scheduler.max_num_batched_tokens,
+                self.scheduler.max_num_seqs,
+            )
+        )
+        pool = BlockPool(num_blocks, memory.raise_generation)
+        engine = Engine(self.scheduler, runner, pool, self.block_size, "golden", self.clock)
+        return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
+
+    def block(self, sim: SimWorker, block_id: int) -> NDArray[np.float32]:
+        """One block as ``[layer, plane, head, slot, dim]``."""
+        assert self.model is not None
+        layout = kv_layout(self.model.config, self.block_size, "float32")
+        return (
+            self.memories[sim.ref].blocks[block_id].view(np.float32).reshape(layout.block_shape())
+        )
+
+    def close(self) -> None:
+        """Give the pools back."""
+        for sim in self.workers:
+            sim.worker.close()
+
+
+def greedy(name: str, prompt: list[int], num_tokens: int = 32) -> RequestSpec:
+    """A greedy request that ignores end of sequence."""
+    return RequestSpec(
+        RequestId(name),
+        tuple(prompt),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+        max_model_len=8192,
+    )
