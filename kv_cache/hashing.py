@@ -57,17 +57,20 @@ class HashChain:
 
         Args:
             block_index: index of the block in the sequence.
-            token_ids: all tokens of the sequence, from position 0.
+            token_ids: all tokens of the sequence, from position 0, or a prefix of them; may be
+                fewer than were shown before.
         """
         size = self._block_size
-        while len(self.full) < min(block_index + 1, len(token_ids) // size):
+        num_full = len(token_ids) // size
+        while len(self.full) < min(block_index + 1, num_full):
             start = len(self.full) * size
-            self.full.append(block_hash(self._previous(), token_ids[start : start + size]))
-        if block_index < len(self.full):
+            previous = self._before(len(self.full))
+            self.full.append(block_hash(previous, token_ids[start : start + size]))
+        if block_index < num_full:
             return self.full[block_index]
         if block_index * size >= len(token_ids):
             raise IndexError(f"block {block_index} starts past the end ({len(token_ids)} tokens)")
-        return block_hash(self._previous(), token_ids[block_index * size :])
+        return block_hash(self._before(block_index), token_ids[block_index * size :])
 
-    def _previous(self) -> BlockHash:
-        return self.full[-1] if self.full else self._root
+    def _before(self, block_index: int) -> BlockHash:
+        return self.full[block_index - 1] if block_index else self._root
