@@ -85,6 +85,39 @@ class WorkerRegistry:
             self.version += 1
         return record
 
+    def count_prefill(self, request_id: RequestId, ref: NodeRef, num_tokens: int) -> None:
+        """Note that a prefill is placed on a worker, and on no other."""
+        self.uncount_prefill(request_id)
+        record = self._records.get(ref)
+        if record is not None:
+            record.prefill[request_id] = num_tokens
+
+    def uncount_prefill(self, request_id: RequestId) -> None:
+        """Note that a prefill is done, or placed no longer."""
+        for record in self._records.values():
+            record.prefill.pop(request_id, None)
+
+    def count_decode(self, request_id: RequestId, ref: NodeRef, num_tokens: int) -> None:
+        """Note that a request's KV is placed on a worker."""
+        self._records[ref].decode[request_id] = num_tokens
+
+    def uncount_decode(self, request_id: RequestId, ref: NodeRef) -> None:
+        """Note that it no longer is; neither does the request wait there."""
+        record = self._records.get(ref)
+        if record is not None:
+            record.decode.pop(request_id, None)
+            self.set_waiting(request_id, ref, waits=False)
+
+    def set_waiting(self, request_id: RequestId, ref: NodeRef, waits: bool) -> None:
+        """Note that a request waits for blocks of a worker, or no longer does."""
+        record = self._records.get(ref)
+        if record is None:
+            return
+        if waits:
+            record.waiting = request_id
+        elif record.waiting == request_id:
+            record.waiting = None
+
     def views(self) -> list[WorkerView]:
         """All live workers as placement sees them."""
         return [record.view() for record in self._records.values()]

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec
-from kvferry.engine.stopping import Finish
+from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.worker.messages import DecodeStats, NodeRef, PrefillRequest, PrefillStats, Reserve
 
@@ -91,6 +91,7 @@ class RoutedRequest:
     received_at: float
     arrival: int
     attempt: Attempt
+    waiting_since: float
     state: RequestState = RequestState.QUEUED
     delivered: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
@@ -101,7 +102,6 @@ class RoutedRequest:
     prefill_here: bool = False
     num_attempts: int = 1
     dispatched_at: float | None = None
-    waiting_since: float | None = None
     prefill_worker: str | None = None
     decode_worker: str | None = None
     prefill_stats: PrefillStats | None = None
@@ -123,6 +123,12 @@ class RoutedRequest:
         """Output index of the first token that the current attempt samples."""
         ticket = self.decode
         return len(ticket.body.spec.suffixes[0]) if ticket is not None else len(self.delivered)
+
+    def finish_of_delivered(self) -> Finish | None:
+        """The finish that the last delivered token means, when only the event was lost."""
+        if not self.delivered:
+            return None
+        return finish_after(self.spec, len(self.delivered) - 1, self.delivered[-1])
 
 
 ABORTED = Finish(FinishReason.ABORT)

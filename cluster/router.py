@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.cluster.errors import Overloaded, RequestPoisoned, WorkerLost
+from kvferry.cluster.legs import Legs
+from kvferry.cluster.lists import compare
 from kvferry.cluster.policy import Policy
-from kvferry.cluster.registry import WorkerRecord, WorkerRegistry
+from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import (
     ABORTED,
     FAILED,
@@ -26,20 +28,16 @@ from kvferry.cluster.routed_request import (
     RequestListener,
     RequestState,
     RoutedRequest,
-    Ticket,
 )
 from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.connector import TransferFailed
 from kvferry.worker import messages as m
-from kvferry.worker.channel import Channels
 from kvferry.worker.messages import (
-    Body,
     Envelope,
     FailureCause,
     Leg,
-    LegState,
     Member,
     NodeRef,
     ReserveOutcome,
@@ -76,13 +74,13 @@ class Router:
 
     def __init__(self, ref: NodeRef, address: str, policy: Policy, config: RouterConfig) -> None:
         self.ref = ref
-        self.address = address
         self.policy = policy
         self.config = config
-        self.channels = Channels(ref)
-        self.workers = WorkerRegistry()
+        self._legs = Legs(ref, address)
+        self.channels = self._legs.channels
+        self.workers = self._legs.workers
+        self.outbox = self._legs.outbox
         self.requests: dict[RequestId, RoutedRequest] = {}
-        self.outbox: deque[Envelope] = deque()
         self.counters: Counter[str] = Counter()
         self.decisions: deque[Decision] = deque(maxlen=256)
         self.audits: deque[tuple[NodeRef, m.AuditReport]] = deque(maxlen=256)
@@ -95,19 +93,14 @@ class Router:
 
     def register(self, member: Member, now: float) -> None:
         """A worker is there; everybody is told."""
-        self.channels.know(member.ref)
-        self.workers.add(member, now)
-        self._broadcast_membership()
+        self._legs.add_worker(member, now)
 
     def worker_died(self, ref: NodeRef, why: str, now: float) -> None:
         """A worker is dead (or taken for it): its legs are placed anew. Unknown: nothing."""
-        record = self.workers.remove(ref)
-        if record is None:
+        if not self._legs.remove_worker(ref):
             return
         logger.warning("worker %s epoch %d is lost: %s", ref.node_id, ref.epoch, why)
         self.counters["worker_deaths"] += 1
-        self.channels.forget(ref)
-        self._broadcast_membership()
         for request in list(self.requests.values()):
             if request.decode is not None and request.decode.worker == ref:
                 self._retry(request, FailureCause.SOURCE_LOST, f"{ref.node_id}: {why}", now)
@@ -121,14 +114,8 @@ class Router:
         if not own or request.decode is None:
             self._retry(request, FailureCause.SOURCE_LOST, why, now)
             return
-        self._drop_prefill(request, cancel=False)
-        num_computed = len(request.decode.body.spec.kv_prompt())
-        self._send(
-            request.decode.worker,
-            m.HandOffRecord(
-                request.request_id, request.attempt, m.HandOff((own[0],), num_computed)
-            ),
-        )
+        self._legs.drop_prefill(request)
+        self._legs.hand_off(request, request.decode, own[0])
 
     # --- the front door's side --------------------------------------------------------------
 
@@ -143,7 +130,7 @@ class Router:
             )
         self._arrivals += 1
         request = RoutedRequest(
-            spec, listener, now, self._arrivals, Attempt(self.ref.epoch, 1), waiting_since=now
+            spec, listener, now, self._arrivals, Attempt(self.ref.epoch, 1), now
         )
         self.requests[spec.request_id] = request
         self._queue.append(request)
@@ -168,7 +155,7 @@ class Router:
 
     def ask_audit(self, worker: NodeRef, query_id: int) -> None:
         """Ask a worker for its audit; the answer appears in ``audits``."""
-        self._send(worker, m.AuditRequest(query_id))
+        self._legs.send(worker, m.AuditRequest(query_id))
 
     # --- messages ---------------------------------------------------------------------------
 
@@ -224,20 +211,12 @@ class Router:
     def _is_full(self, request: RoutedRequest) -> None:
         if request.state is not RequestState.RESERVING or request.decode is None:
             return
-        request.full = True
-        request.planned_prefill = None
-        record = self.workers.get(request.decode.worker)
-        if record is not None:
-            record.waiting = request.request_id
-        self._uncount_prefill(request)
+        self._legs.wait_for_blocks(request, request.decode.worker)
 
     def _granted(self, request: RoutedRequest, missing_from: int, now: float) -> None:
         if request.state is not RequestState.RESERVING or request.decode is None:
             return
-        request.full = False
-        record = self.workers.get(request.decode.worker)
-        if record is not None and record.waiting == request.request_id:
-            record.waiting = None
+        self._legs.granted(request, request.decode.worker)
         if request.prefill_here:
             request.state = RequestState.PREFILLING
             request.dispatched_at = request.dispatched_at or now
@@ -250,19 +229,14 @@ class Router:
             return
         request.state = RequestState.PREFILLING
         request.dispatched_at = request.dispatched_at or now
-        request.prefill_worker = target.node_id
-        body = m.PrefillRequest(
-            request.decode.body.spec, request.attempt, request.decode.worker, missing_from
-        )
-        request.prefill = Ticket(target, body, self._send(target, body))
-        self._count_prefill(request, target)
+        self._legs.prefill(request, request.decode, target, missing_from)
 
     def _prefill_done(self, sender: NodeRef, done: m.PrefillDone, now: float) -> None:
         request = self._current(sender, done.request_id, done.attempt, Leg.PREFILL)
         if request is None:
             return
         request.prefill_stats = request.prefill_stats or done.stats
-        self._uncount_prefill(request)
+        self.workers.uncount_prefill(request.request_id)
         index = request.first_own_index
         self._deliver_tokens(request, index, done.token_ids, now)
         if request.end is None:
@@ -279,9 +253,11 @@ class Router:
             request.prefill_stats = request.prefill_stats or event.stats.prefill
         if request.state is RequestState.PREFILLING:
             request.state = RequestState.DECODING
-            self._drop_prefill(request, cancel=True)
+            self._legs.drop_prefill(request)
         if event.first_index > len(request.delivered):
-            self._send(sender, m.Replay(event.request_id, event.attempt, len(request.delivered)))
+            self._legs.send(
+                sender, m.Replay(event.request_id, event.attempt, len(request.delivered))
+            )
             return
         self._deliver_tokens(request, event.first_index, event.token_ids, now)
         complete = len(request.delivered) == event.first_index + len(event.token_ids)
@@ -319,42 +295,18 @@ class Router:
     # --- lists ------------------------------------------------------------------------------
 
     def _held(
-        self,
-        record: WorkerRecord,
-        envelope: Envelope,
-        items: tuple[m.HeldItem, ...],
-        now: float,
+        self, record: WorkerRecord, envelope: Envelope, items: tuple[m.HeldItem, ...], now: float
     ) -> None:
-        """Compare what a worker holds with what is wanted there; heal both ways."""
-        held = set()
-        for item in items:
-            request = self.requests.get(item.request_id)
-            ticket = None
-            if request is not None and request.attempt == item.attempt:
-                ticket = request.decode if item.leg is Leg.DECODE else request.prefill
-            if request is None or ticket is None or ticket.worker != record.ref:
-                self._send(record.ref, m.CancelLeg(item.request_id, item.attempt, item.leg))
-                continue
-            held.add((item.request_id, item.leg))
-            if item.leg is Leg.DECODE and item.state is LegState.FULL:
-                self._is_full(request)
-            elif item.leg is Leg.DECODE and ticket.seq <= envelope.heard:
-                self._granted(request, item.missing_from, now)
-        for request_id, leg in self._placed_on(record):
-            request = self.requests[request_id]
-            ticket = request.decode if leg is Leg.DECODE else request.prefill
-            if ticket is None or (request_id, leg) in held or ticket.seq > envelope.heard:
-                continue
-            ticket.seq = self._send(record.ref, ticket.body)
-
-    def _placed_on(self, record: WorkerRecord) -> list[tuple[RequestId, Leg]]:
-        placed = []
-        for request in self.requests.values():
-            if request.decode is not None and request.decode.worker == record.ref:
-                placed.append((request.request_id, Leg.DECODE))
-            if request.prefill is not None and request.prefill.worker == record.ref:
-                placed.append((request.request_id, Leg.PREFILL))
-        return placed
+        """Heal both ways what differs between what a worker holds and what is wanted there."""
+        found = compare(record.ref, items, envelope.heard, self.requests)
+        for item in found.unwanted:
+            self._legs.send(record.ref, m.CancelLeg(item.request_id, item.attempt, item.leg))
+        for request in found.full:
+            self._is_full(request)
+        for request, missing_from in found.granted:
+            self._granted(request, missing_from, now)
+        for ticket in found.lost:
+            ticket.seq = self._legs.send(record.ref, ticket.body)
 
     # --- time -------------------------------------------------------------------------------
 
@@ -366,31 +318,12 @@ class Router:
                 self.worker_died(record.ref, f"silent for {silent:.1f} s", now)
         if now >= self._next_beat:
             self._next_beat = now + self.config.heartbeat
-            for record in self.workers:
-                beat = self.channels.stamp_heartbeat(record.ref, m.RouterHeartbeat())
-                self.outbox.append(beat)
+            self._legs.send_heartbeats()
         if now >= self._next_lists:
             self._next_lists = now + self.config.list_period
-            for record in self.workers:
-                known = record.load.membership_version if record.load is not None else -1
-                if known != self.workers.version:
-                    self._send(record.ref, self._membership())
-                self._send_list(record)
+            self._legs.send_lists(self.requests)
         self._give_up_waiting(now)
         self._place(now)
-
-    def _send_list(self, record: WorkerRecord) -> None:
-        items = tuple(
-            m.WantedItem(
-                request_id,
-                self.requests[request_id].attempt,
-                leg,
-                len(self.requests[request_id].delivered),
-            )
-            for request_id, leg in self._placed_on(record)
-        )
-        if items:
-            self._send(record.ref, m.WantedList(items))
 
     def _give_up_waiting(self, now: float) -> None:
         """Requests that no worker could ever take since ``worker_wait`` end; others wait on."""
@@ -398,19 +331,11 @@ class Router:
         for request in list(self._queue):
             if not reasons:
                 request.waiting_since = now
-            elif now - (request.waiting_since or now) > self.config.worker_wait:
+            elif now - request.waiting_since > self.config.worker_wait:
                 error = WorkerLost(
                     f"{'; '.join(reasons)} for {self.config.worker_wait:g} s; try again later"
                 )
                 self._end(request, RequestEnd(FAILED, error), now)
-
-    def _broadcast_membership(self) -> None:
-        for record in self.workers:
-            self._send(record.ref, self._membership())
-
-    def _membership(self) -> m.Membership:
-        members = tuple(record.member for record in self.workers)
-        return m.Membership(self.workers.version, self.address, members)
 
     # --- placement, retry, end --------------------------------------------------------------
 
@@ -423,18 +348,7 @@ class Router:
                 return
             self._queue.pop(0)
             request.state = RequestState.RESERVING
-            request.decode_worker = placement.decode.node_id
-            request.prefill_here = placement.prefill is None
-            request.planned_prefill = placement.prefill
-            if request.prefill_here:
-                request.prefill_worker = placement.decode.node_id
-            spec = replace(request.spec, suffixes=(tuple(request.delivered),))
-            body = m.Reserve(spec, request.attempt, request.prefill_here)
-            request.decode = Ticket(placement.decode, body, self._send(placement.decode, body))
-            record = self.workers.get(placement.decode)
-            assert record is not None
-            record.decode[request.request_id] = request.num_kv_prompt
-            self._count_prefill(request, placement.prefill or placement.decode)
+            self._legs.reserve(request, placement)
             self.decisions.append(
                 Decision(
                     request,
@@ -445,40 +359,9 @@ class Router:
                 )
             )
 
-    def _count_prefill(self, request: RoutedRequest, worker: NodeRef) -> None:
-        self._uncount_prefill(request)
-        record = self.workers.get(worker)
-        if record is not None:
-            record.prefill[request.request_id] = request.num_kv_prompt
-
-    def _uncount_prefill(self, request: RoutedRequest) -> None:
-        for record in self.workers:
-            record.prefill.pop(request.request_id, None)
-
-    def _drop_prefill(self, request: RoutedRequest, cancel: bool) -> None:
-        self._uncount_prefill(request)
-        ticket, request.prefill = request.prefill, None
-        if ticket is not None and cancel:
-            self._send(ticket.worker, m.CancelLeg(request.request_id, request.attempt, Leg.PREFILL))
-
-    def _drop_legs(self, request: RoutedRequest) -> None:
-        """Cancel both legs of the current attempt and forget what was counted for them."""
-        self._drop_prefill(request, cancel=True)
-        ticket, request.decode = request.decode, None
-        request.planned_prefill = None
-        request.full = False
-        if ticket is None:
-            return
-        record = self.workers.get(ticket.worker)
-        if record is not None:
-            record.decode.pop(request.request_id, None)
-            if record.waiting == request.request_id:
-                record.waiting = None
-        self._send(ticket.worker, m.CancelLeg(request.request_id, request.attempt, Leg.DECODE))
-
     def _retry(self, request: RoutedRequest, cause: FailureCause, why: str, now: float) -> None:
         """A new attempt, prompt + delivered tokens, within the budget."""
-        finish = self._finish_of_delivered(request)
+        finish = request.finish_of_delivered()
         if finish is not None:  # only its terminal event was lost
             self._end(request, RequestEnd(finish), now)
         elif request.num_attempts >= self.config.max_attempts:
@@ -491,16 +374,10 @@ class Router:
             self._requeue(request)
 
     def _requeue(self, request: RoutedRequest) -> None:
-        self._drop_legs(request)
+        self._legs.drop(request)
         request.attempt = Attempt(self.ref.epoch, request.attempt.number + 1)
         request.state = RequestState.QUEUED
         insort(self._queue, request, key=lambda r: r.arrival)
-
-    def _finish_of_delivered(self, request: RoutedRequest) -> Finish | None:
-        if not request.delivered:
-            return None
-        last = len(request.delivered) - 1
-        return finish_after(request.spec, last, request.delivered[last])
 
     def _end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
         """The one place where a request ends."""
@@ -510,19 +387,12 @@ class Router:
         del self.requests[request.request_id]
         if request.state is RequestState.QUEUED:
             self._queue.remove(request)
-        self._drop_legs(request)
+        self._legs.drop(request)
         request.state = RequestState.ENDED
         self.counters[f"finished_{end.finish.reason.value}"] += 1
         if request.decode_stats is not None:
             self.counters["preempted"] += request.decode_stats.num_preemptions
         request.listener.on_end(request, end, now)
-
-    def _send(self, receiver: NodeRef, body: Body) -> int:
-        if self.workers.get(receiver) is None:
-            return 0
-        envelope = self.channels.stamp(receiver, body)
-        self.outbox.append(envelope)
-        return envelope.seq
 
 
 def _error_for(cause: FailureCause, message: str) -> KVFerryError:

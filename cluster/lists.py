@@ -1,0 +1,85 @@
+"""What the router wants of a worker against what the worker says it holds. Pure.
+
+The lists are the retransmission: whatever single message was lost, the next pair of lists shows
+it as a difference, and the difference says what to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.cluster.routed_request import RoutedRequest, Ticket
+from kvferry.engine.request import RequestId
+from kvferry.worker.messages import HeldItem, Leg, LegState, NodeRef, WantedItem
+
+
+@dataclass(slots=True)
+class Difference:
+    """What a held list shows.
+
+    Attributes:
+        unwanted: held there, wanted no longer: to be cancelled.
+        full: requests whose place is kept there while the pool is full.
+        granted: (request, positions it need not prefill): the reply may have been lost.
+        lost: wanted there, asked for before the list was written, not held: to be asked again.
+    """
+
+    unwanted: list[HeldItem] = field(default_factory=list)
+    full: list[RoutedRequest] = field(default_factory=list)
+    granted: list[tuple[RoutedRequest, int]] = field(default_factory=list)
+    lost: list[Ticket] = field(default_factory=list)
+
+
+def compare(
+    worker: NodeRef,
+    items: Iterable[HeldItem],
+    heard: int,
+    requests: Mapping[RequestId, RoutedRequest],
+) -> Difference:
+    """Compare a worker's list with the live requests.
+
+    Args:
+        worker: who sent the list.
+        items: what it holds for this router.
+        heard: number of the newest message of ours that the list knows of; it says nothing of
+            what is newer.
+        requests: the live requests.
+    """
+    found = Difference()
+    held = set()
+    for item in items:
+        request = requests.get(item.request_id)
+        ticket = None
+        if request is not None and request.attempt == item.attempt:
+            ticket = request.decode if item.leg is Leg.DECODE else request.prefill
+        if request is None or ticket is None or ticket.worker != worker:
+            found.unwanted.append(item)
+            continue
+        held.add((item.request_id, item.leg))
+        if item.leg is Leg.DECODE and item.state is LegState.FULL:
+            found.full.append(request)
+        elif item.leg is Leg.DECODE and ticket.seq <= heard:
+            found.granted.append((request, item.missing_from))
+    for request, leg, ticket in _placed(worker, requests.values()):
+        if (request.request_id, leg) not in held and ticket.seq <= heard:
+            found.lost.append(ticket)
+    return found
+
+
+def wanted_on(worker: NodeRef, requests: Iterable[RoutedRequest]) -> tuple[WantedItem, ...]:
+    """Everything that is wanted of a worker, with how far each stream has come."""
+    return tuple(
+        WantedItem(request.request_id, request.attempt, leg, len(request.delivered))
+        for request, leg, _ in _placed(worker, requests)
+    )
+
+
+def _placed(
+    worker: NodeRef, requests: Iterable[RoutedRequest]
+) -> Iterator[tuple[RoutedRequest, Leg, Ticket]]:
+    for request in requests:
+        if request.decode is not None and request.decode.worker == worker:
+            yield request, Leg.DECODE, request.decode
+        if request.prefill is not None and request.prefill.worker == worker:
+            yield request, Leg.PREFILL, request.prefill

@@ -1,0 +1,133 @@
+"""Messages about the nodes themselves: who is alive, how loaded, and what owns their blocks.
+
+The half of the internal messages that concerns no request; ``worker.messages`` has the other half
+and the envelope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.kv_transfer.connector import PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRef:
+    """A router or worker in one of its lives."""
+
+    node_id: str
+    epoch: int
+
+
+class Role(StrEnum):
+    """What a worker serves; a colocated worker has both roles."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live worker, as the router tells the others."""
+
+    ref: NodeRef
+    roles: tuple[Role, ...]
+    address: str
+    peer_info: PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Router → worker: the router's address, and who is alive. Replaces the list before it."""
+
+    version: int
+    router_address: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterHeartbeat:
+    """Router → worker: the router lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """A worker's connection to one source; ``error`` is empty when the handshake is done."""
+
+    ref: NodeRef
+    connector: str
+    connected: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a worker holds, for placement and status."""
+
+    membership_version: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_reserved: int = 0
+    num_full: int = 0
+    num_preemptions: int = 0
+    stale_refused: int = 0
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    peers: tuple[PeerState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeartbeat:
+    """Worker → router: the worker lives, and its load. ``step_age_s`` tells a long step (which
+    is not a death) from a hung one; None between steps.
+    """
+
+    load: LoadReport
+    step_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRequest:
+    """Router → worker: walk the pool now."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerReport:
+    """One owner of one block, as ``kv_cache.audit`` found it."""
+
+    kind: str
+    request_id: str
+    attempt: int
+    peer: str
+    lease_remaining_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """One block that is not free."""
+
+    block_id: int
+    generation: int
+    block_class: str
+    ref_count: int
+    num_tokens: int
+    block_hash: bytes | None
+    owners: tuple[OwnerReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Worker → router: the pool's audit; ``counts`` are (class, number) pairs."""
+
+    query_id: int
+    block_size: int
+    block_bytes: int
+    counts: tuple[tuple[str, int], ...]
+    problems: tuple[str, ...]
+    blocks: tuple[BlockReport, ...]
