@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvferry.cluster.errors import Overloaded, RequestPoisoned, WorkerLost
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.lists import compare
-from kvferry.cluster.policy import Policy
+from kvferry.cluster.policy import Placement, Policy
 from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import (
     ABORTED,
@@ -64,9 +64,7 @@ class Decision:
 
     request: RoutedRequest
     policy: str
-    prefill_worker: str | None
-    decode_worker: str
-    reason: str
+    placement: Placement
 
 
 class Router:
@@ -349,15 +347,7 @@ class Router:
             self._queue.pop(0)
             request.state = RequestState.RESERVING
             self._legs.reserve(request, placement)
-            self.decisions.append(
-                Decision(
-                    request,
-                    self.policy.name,
-                    request.planned_prefill.node_id if request.planned_prefill else None,
-                    placement.decode.node_id,
-                    placement.reason,
-                )
-            )
+            self.decisions.append(Decision(request, self.policy.name, placement))
 
     def _retry(self, request: RoutedRequest, cause: FailureCause, why: str, now: float) -> None:
         """A new attempt, prompt + delivered tokens, within the budget."""

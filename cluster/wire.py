@@ -205,15 +205,16 @@ def counters(router: Router) -> pb.Counters:
 def decision(entry: Decision) -> pb.Decision:
     """One placement."""
     times = entry.request.token_times
+    prefill = entry.placement.prefill
     actual = times[0] - entry.request.received_at if times else None
     return pb.Decision(
         request_id=entry.request.request_id,
         policy=entry.policy,
-        prefill_worker=entry.prefill_worker,
-        decode_worker=entry.decode_worker,
+        prefill_worker=prefill.node_id if prefill is not None else None,
+        decode_worker=entry.placement.decode.node_id,
         actual_ttft_s=actual,
         cached_tokens=0,
-        reason=entry.reason,
+        reason=entry.placement.reason,
     )
 
 
