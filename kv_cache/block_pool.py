@@ -164,9 +164,12 @@ class BlockPool:
         block.block_hash = block_hash
 
     def can_reopen(self, block_id: int) -> bool:
-        """Whether a sealed block may be appended to in place: one reference, nothing else."""
+        """Whether one reference is all that keeps the block, so that dropping it frees the block
+        and appending to it, once sealed, disturbs nobody. Never of a quarantined block.
+        """
         block = self.blocks[block_id]
-        return block.ref_count == 1 and not block.num_pins and not block.num_transfers
+        alone = block.ref_count == 1 and not block.num_pins and not block.num_transfers
+        return alone and not block.quarantined
 
     def reopen(self, block_id: int) -> None:
         """Begin a new life of a sealed block with its content kept, to append to it."""

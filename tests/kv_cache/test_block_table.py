@@ -204,3 +204,15 @@ def test_a_table_whose_blocks_are_being_read_into_frees_nothing() -> None:
     kv.allocate(table, 0, 4)
     kv.pool.begin_transfer(table.block_ids[0])
     assert not kv.has_freeable_block(table)
+
+
+def test_a_quarantined_block_frees_nothing_and_is_never_written_again() -> None:
+    kv = manager()
+    table = grown(kv, 6)
+    head, tail = table.block_ids
+    kv.pool.quarantine(tail)
+    copies = kv.allocate(table, 6, 7)
+    assert copies is not None and [source for source, _ in copies] == [tail]
+    kv.pool.quarantine(head)
+    kv.pool.quarantine(table.block_ids[1])
+    assert not kv.has_freeable_block(table)
