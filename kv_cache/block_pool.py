@@ -109,10 +109,10 @@ class BlockPool:
         return taken
 
     def share(self, block_id: int) -> None:
-        """Add a reference to a block that has an owner."""
+        """Add a reference to a sealed block; an open one belongs to its only writer."""
         block = self.blocks[block_id]
-        if not block.is_owned:
-            raise BlockAccountingError(f"block {block_id} is shared but has no owner")
+        if block.state is not BlockState.SEALED:
+            raise BlockAccountingError(f"block {block_id} is shared while {block.state.value}")
         block.ref_count += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -159,6 +159,8 @@ class BlockPool:
         block = self.blocks[block_id]
         if block.state is not BlockState.OPEN:
             raise BlockAccountingError(f"block {block_id} is sealed while {block.state.value}")
+        if block.num_transfers:
+            raise BlockAccountingError(f"block {block_id} is sealed while a read writes into it")
         block.state = BlockState.SEALED
         block.num_tokens = num_tokens
         block.block_hash = block_hash
@@ -173,6 +175,9 @@ class BlockPool:
 
     def reopen(self, block_id: int) -> None:
         """Begin a new life of a sealed block with its content kept, to append to it."""
+        state = self.blocks[block_id].state
+        if state is not BlockState.SEALED:
+            raise BlockAccountingError(f"block {block_id} is reopened while {state.value}")
         if not self.can_reopen(block_id):
             raise BlockAccountingError(f"block {block_id} is reopened while shared or pinned")
         self._raise_generation(self.blocks[block_id])

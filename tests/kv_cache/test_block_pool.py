@@ -127,13 +127,18 @@ def sealed_block(pool: BlockPool, block_id: int) -> None:
     pool.seal(block_id, 4)
 
 
+def block_being_read(pool: BlockPool, block_id: int) -> None:
+    pool.begin_transfer(block_id)
+
+
 def open_block(pool: BlockPool, block_id: int) -> None:
     """As allocated."""
 
 
 MISUSES: list[tuple[str, Callable[[BlockPool, int], None], str]] = [
     ("release", released_block, "block 1 is released but not referenced"),
-    ("share", released_block, "block 1 is shared"),
+    ("share", released_block, "block 1 is shared while free"),
+    ("share", open_block, "block 1 is shared while open"),
     ("pin", open_block, "block 1 is pinned while open"),
     ("pin", released_block, "block 1 is pinned while free"),
     ("unpin", sealed_block, "block 1 is unpinned but not pinned"),
@@ -142,9 +147,11 @@ MISUSES: list[tuple[str, Callable[[BlockPool, int], None], str]] = [
     ("end_transfer", open_block, "block 1 ends a transfer that never began"),
     ("seal", sealed_block, "block 1 is sealed while sealed"),
     ("seal", released_block, "block 1 is sealed while free"),
+    ("seal", block_being_read, "block 1 is sealed while a read writes into it"),
     ("reopen", shared_block, "block 1 is reopened while shared or pinned"),
     ("reopen", pinned_block, "block 1 is reopened while shared or pinned"),
-    ("reopen", released_block, "block 1 is reopened"),
+    ("reopen", released_block, "block 1 is reopened while free"),
+    ("reopen", open_block, "block 1 is reopened while open"),
 ]
 
 

@@ -29,6 +29,7 @@ from kvferry.kv_cache.hashing import HashChain, root_hash
 
 Item = TypeVar("Item")
 ROOT = root_hash("m@1")
+MOST_REQUESTS = 5
 picks = st.integers(0, 63)  # which of a list, modulo its length
 
 
@@ -74,7 +75,7 @@ class Read:
 class PoolMachine(RuleBasedStateMachine):
     """See the module."""
 
-    @initialize(num_blocks=st.integers(1, 9), size=st.integers(1, 3))
+    @initialize(num_blocks=st.sampled_from([4, 8, 12, 20]), size=st.integers(1, 4))
     def start(self, num_blocks: int, size: int) -> None:
         self.size = size
         self.pool = BlockPool(num_blocks, self.publish)
@@ -145,12 +146,13 @@ class PoolMachine(RuleBasedStateMachine):
             request.tokens.append(token)
         return True
 
-    @rule(count=st.integers(0, 7), look_ahead=st.integers(0, 2))
+    @precondition(lambda self: len(self.held) < MOST_REQUESTS)
+    @rule(count=st.integers(1, 7), look_ahead=st.sampled_from([0, 0, 0, 1, 2]))
     def begin(self, count: int, look_ahead: int) -> None:
         self.append(self.hold(BlockTable(self.size), [], self.chain()), count, look_ahead)
 
     @precondition(lambda self: self.complete())
-    @rule(number=picks, count=st.integers(1, 5), look_ahead=st.integers(0, 2))
+    @rule(number=picks, count=st.integers(1, 3), look_ahead=st.sampled_from([0, 0, 0, 1, 2]))
     def grow(self, number: int, count: int, look_ahead: int) -> None:
         self.append(pick(self.complete(), number), count, look_ahead)
 
@@ -173,8 +175,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.close(block.block_id)
         assert table.num_sealed >= len(request.tokens) // self.size
 
-    @precondition(lambda self: self.complete())
-    @rule(number=picks, at_most=st.integers(0, 4))
+    @precondition(lambda self: self.complete() and len(self.held) < MOST_REQUESTS)
+    @rule(number=picks, at_most=st.integers(1, 4))
     def fork(self, number: int, at_most: int) -> None:
         """A new sequence that shares the first blocks of another, the partial one perhaps."""
         request = pick(self.complete(), number)
@@ -216,6 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     # --- reads ------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.held) < MOST_REQUESTS)
     @rule(count=st.integers(1, 5))
     def reserve_and_read(self, count: int) -> None:
         """All blocks of a prompt are reserved, and each is the target of a read."""
@@ -325,4 +328,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
