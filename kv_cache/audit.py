@@ -140,6 +140,8 @@ def _problems(pool: BlockPool, block_id: int, held: list[Owner]) -> list[str]:
     if held and free:
         names = ", ".join(_name(owner) for owner in held)
         return [f"block {block_id} freed too often: on the free list, yet held by {names}"]
+    if free and block.quarantined:
+        return [f"block {block_id} is quarantined, yet on the free list"]
     kinds = Counter(owner.kind for owner in held)
     found = []
     for label, counted, kind in (

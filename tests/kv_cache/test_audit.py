@@ -195,6 +195,13 @@ def test_a_quarantined_block_without_owners_is_no_leak() -> None:
     assert sum(found.counts.values()) == 10
 
 
+def test_a_quarantined_block_that_could_be_handed_out_is_named() -> None:
+    house = House()
+    house.pool.blocks[9].quarantined = True
+    (problem,) = house.audit().problems
+    assert problem == "block 9 is quarantined, yet on the free list"
+
+
 def test_the_blocks_that_are_not_free_are_listed_with_their_owners() -> None:
     house = House()
     house.pool.share(house.tables["b"].block_ids[0])
