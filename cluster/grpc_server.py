@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from typing import Any, NoReturn
 
 import grpc
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 SERVICES = ("", "kvferry.v1.Inference")
 READY_PERIOD_S = 0.1
+LAST_WORDS_S = 1.0  # for the errors of streams that a stop has ended
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -195,6 +197,25 @@ def _host(node: RouterNode) -> str:
     return next((d.member.peer_info.host_id for d in node.descriptions.values()), "")
 
 
+def check_port(address: str) -> None:
+    """Raise PortUnavailable if HOST:PORT is taken now, before a model is loaded for it."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise _unavailable(address, error.strerror or str(error)) from error
+
+
+def _unavailable(address: str, why: str) -> PortUnavailable:
+    return PortUnavailable(
+        f"cannot listen on {address}: {why}; is another server using the port? Give another "
+        "address, or port 0 to pick a free one"
+    )
+
+
 class GrpcServer:
     """The listening server: services, health, readiness."""
 
@@ -209,10 +230,7 @@ class GrpcServer:
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise PortUnavailable(
-                f"cannot listen on {address}: {error}; is another server using the port? Give "
-                "another address, or port 0 to pick a free one"
-            ) from error
+            raise _unavailable(address, str(error)) from error
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -229,12 +247,15 @@ class GrpcServer:
         self._readiness = asyncio.get_running_loop().create_task(self._follow_readiness())
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones finish for ``grace_s`` seconds."""
+        """Refuse new calls, let running ones finish for ``grace_s`` seconds, then fail them."""
         if self._readiness is not None:
             self._readiness.cancel()
             await asyncio.gather(self._readiness, return_exceptions=True)
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_s + LAST_WORDS_S))
+        await asyncio.wait({stopping}, timeout=grace_s)
+        self._node.end_requests()  # a stream ends with its typed error, it is not cut off
+        await stopping
 
     async def _follow_readiness(self) -> None:
         known: bool | None = None

@@ -94,10 +94,14 @@ class RouterNode:
         finally:
             del self._audits[key]
 
-    async def stop(self) -> None:
-        """End every stream and close the sockets."""
+    def end_requests(self) -> None:
+        """End every request that still runs, with an error: this router stops serving."""
         self.router.shut_down(self.clock())
         self._flush()
+
+    async def stop(self) -> None:
+        """End every request and close the sockets."""
+        self.end_requests()
         self._timer.cancel()
         await asyncio.gather(self._timer, return_exceptions=True)
         await asyncio.to_thread(self._network.stop)
