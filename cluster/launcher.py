@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ray.experimental import internal_kv
 from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
 from kvferry.cluster.errors import NotReady
+from kvferry.cluster.grpc_server import check_port
 from kvferry.cluster.router import RouterConfig
 from kvferry.cluster.router_actor import RouterActor, RouterSettings
 from kvferry.decode_worker.actor import DecodeWorker
@@ -73,12 +76,14 @@ class Cluster:
         Raises whatever kept a part from starting, as the error that it was.
         """
         began = time.monotonic()
+        if not config.ray.address:  # else the router may be on another host
+            check_port(config.server.grpc)
         progress("starting Ray")
         cluster = cls(owns_ray=_init_ray(config))
         try:
             cluster._start(config, model_folder, progress)
         except BaseException:
-            cluster.stop(timeout_s=5.0)
+            cluster.stop(timeout_s=0.0)  # nobody is served yet
             raise
         cluster.startup_s = time.monotonic() - began
         return cluster
@@ -227,14 +232,36 @@ def _init_ray(config: Config) -> bool:
         "include_dashboard": False,
         "object_store_memory": config.ray.object_store_memory,
     }
-    ray.init(
-        address=address or "local",
-        namespace=config.ray.namespace,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **({} if address else local),
-    )
+    with _own_signals():
+        ray.init(
+            address=address or "local",
+            namespace=config.ray.namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if address else local),
+        )
     return True
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give the caller's signal handlers back after ``ray.init``, which puts its own in their place.
+
+    Meanwhile Ray answers SIGTERM with SystemExit; here it means what SIGINT means.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers, so Ray has left them alone
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [(number, handler) for number in numbers if (handler := signal.getsignal(number))]
+    try:
+        yield
+    except SystemExit as error:
+        signal.alarm(0)  # Ray's crash handler has set one that would abort the process in 3 s
+        raise KeyboardInterrupt from error
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
 
 
 def _actor(cls: type, threads: int, config: Config) -> Any:

@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> Result:
     config = load_config(args.config, overrides)
     view = DemoView(people(args))
     with StopSignals() as signals:
-        with ProgressLine(quiet=args.json) as progress:
+        with ProgressLine(quiet=args.json, on_news=signals.check) as progress:
             cluster = start(config, progress)
         try:
-            signals.install()
+            signals.check()
             view.ready(cluster.startup_s, cluster.grpc)
             shown = asyncio.run(demonstrate(cluster.grpc, prompts(config), view))
         finally:

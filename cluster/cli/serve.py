@@ -20,6 +20,11 @@ STOP_TIMEOUT_S = 30.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
+    parser.epilog = (
+        "SIGINT or SIGTERM ends the service: no new requests, running streams have "
+        f"{STOP_TIMEOUT_S / 2:g} s to finish, then every process ends and the exit code is 0. "
+        "During start-up, or a second time, it ends the command at once with exit code 130."
+    )
     add_cluster(parser)
     parser.add_argument(
         "--model",
@@ -52,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Serve until SIGINT or SIGTERM; a second signal ends the process at once."""
+    """Serve until SIGINT or SIGTERM, which is how serving ends well; see the help's last lines."""
     config = load_config(
         args.config,
         {
@@ -66,10 +71,9 @@ def run(args: argparse.Namespace) -> Result:
     if args.ready_file is not None:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
-        with ProgressLine(quiet=False) as progress:
+        with ProgressLine(quiet=False, on_news=signals.check) as progress:
             cluster = start(config, progress)
         try:
-            signals.install()  # whatever start-up put in their place
             signals.started()
             line = ready_line(cluster.grpc, cluster.ray_address)
             if args.ready_file is not None:

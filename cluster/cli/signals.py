@@ -17,7 +17,8 @@ class StopSignals:
     """A context manager that owns both signals while it is open; main thread only.
 
     Before ``started`` the first signal raises KeyboardInterrupt, so that a start-up is unwound;
-    afterwards it ends ``wait``. The second signal ends the process at once.
+    afterwards it ends ``wait``. The second signal ends the process at once. An exception that is
+    raised in a hook (after a fork, in a finalizer) is dropped by Python: ``check`` raises it again.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,14 @@ class StopSignals:
         for number in _SIGNALS:
             signal.signal(number, self._received)
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come before ``started``."""
+        if self._stop.is_set() and not self._started:
+            raise KeyboardInterrupt
+
     def started(self) -> None:
         """From now on a signal asks ``wait`` to return."""
+        self.check()
         self._started = True
 
     def wait(self) -> None:
@@ -42,8 +49,7 @@ class StopSignals:
         if self._stop.is_set():
             os._exit(EXIT_INTERRUPTED)
         self._stop.set()
-        if not self._started:
-            raise KeyboardInterrupt
+        self.check()
 
     def __enter__(self) -> Self:
         self.install()
