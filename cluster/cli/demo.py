@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> Result:
         with ProgressLine(quiet=args.json, on_news=signals.check) as progress:
             cluster = start(config, progress)
         try:
+            signals.install()
             signals.check()
             view.ready(cluster.startup_s, cluster.grpc)
             shown = asyncio.run(demonstrate(cluster.grpc, prompts(config), view))

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> Result:
         with ProgressLine(quiet=False, on_news=signals.check) as progress:
             cluster = start(config, progress)
         try:
+            signals.install()  # whatever start-up put in their place
             signals.started()
             line = ready_line(cluster.grpc, cluster.ray_address)
             if args.ready_file is not None:
