@@ -217,7 +217,6 @@ class Router:
         self._legs.granted(request, request.decode.worker)
         if request.prefill_here:
             request.state = RequestState.PREFILLING
-            request.dispatched_at = request.dispatched_at or now
             return
         target = request.planned_prefill or self.policy.choose_prefill(
             request.num_kv_prompt, request.decode.worker, self.workers.views(), windowed=False
@@ -347,6 +346,8 @@ class Router:
             self._queue.pop(0)
             request.state = RequestState.RESERVING
             self._legs.reserve(request, placement)
+            if request.prefill_here:  # the worker itself measures its wait for blocks
+                request.dispatched_at = request.dispatched_at or now
             self.decisions.append(Decision(request, self.policy.name, placement))
 
     def _retry(self, request: RoutedRequest, cause: FailureCause, why: str, now: float) -> None:

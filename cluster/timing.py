@@ -45,7 +45,8 @@ def request_timing(request: RoutedRequest, ended_at: float) -> RequestTiming:
     first_step = decode.first_step_s if decode is not None else None
     handoff = None
     if len(times) > 1 and wait is not None and first_step is not None:
-        handoff = times[1] - times[0] - wait - first_step
+        # Where one worker did both, all that is left is the jitter of two messages.
+        handoff = max(0.0, times[1] - times[0] - wait - first_step)
     tpot = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
     return RequestTiming(
         queue,
