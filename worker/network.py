@@ -58,6 +58,7 @@ class Network:
         self._push: dict[str, tuple[zmq.Socket[bytes], float]] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
+        self._ending = threading.Lock()  # nobody writes to ``_wake`` once it may be closed
         self._thread = threading.Thread(target=self._run, name="kvferry-network", daemon=True)
 
     def start(self) -> None:
@@ -65,19 +66,24 @@ class Network:
         self._thread.start()
 
     def send(self, messages: Iterable[Outgoing]) -> None:
-        """Queue messages, in order; any thread; never blocks."""
-        for message in messages:
-            if len(self._outbox) >= OUTBOX_LIMIT:
-                self.dropped["outbox full"] += 1
-            else:
-                self._outbox.append(message)
-        os.eventfd_write(self._wake, 1)
+        """Queue messages, in order; any thread; never blocks. After ``stop`` they are dropped."""
+        fresh = list(messages)
+        with self._ending:
+            if self._stopping:
+                self.dropped["stopped"] += len(fresh)
+                return
+            room = max(0, OUTBOX_LIMIT - len(self._outbox))
+            self._outbox.extend(fresh[:room])
+            if len(fresh) > room:
+                self.dropped["outbox full"] += len(fresh) - room
+            os.eventfd_write(self._wake, 1)
 
     def stop(self, timeout: float = 2.0) -> None:
         """Send what is queued, then close every socket."""
-        if self._stopping:
-            return
-        self._stopping = True
+        with self._ending:
+            if self._stopping:
+                return
+            self._stopping = True
         if self._thread.ident is not None:
             os.eventfd_write(self._wake, 1)
             self._thread.join(timeout)
@@ -121,7 +127,13 @@ class Network:
         while self._outbox:
             address, envelope = self._outbox.popleft()
             try:
-                self._socket(address).send(encode(envelope), zmq.NOBLOCK)
+                data = encode(envelope)
+            except (TypeError, ValueError, OverflowError) as error:
+                self.dropped["cannot be encoded"] += 1
+                logger.error("cannot encode a message to %s: %s", address, error)
+                continue
+            try:
+                self._socket(address).send(data, zmq.NOBLOCK)
             except zmq.Again:
                 self.dropped["socket full"] += 1
             except zmq.ZMQError as error:
@@ -134,7 +146,11 @@ class Network:
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 200)
             socket.setsockopt(zmq.SNDHWM, 10_000)
-            socket.connect(address)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError:
+                socket.close()
+                raise
         else:
             socket = found[0]
         self._push[address] = (socket, time.monotonic())

@@ -29,7 +29,7 @@ SENTINEL = 0xA5
 class Bench:
     """A source whose block b holds b + 1 in every byte, and a reader's ``Reads`` over faults."""
 
-    plan: FaultPlan = FaultPlan()
+    plan: FaultPlan = field(default_factory=FaultPlan)
     blocks_per_poll: int = 1
     seed: int = 0
     ended: list[BlockResult] = field(default_factory=list)
@@ -184,9 +184,9 @@ def test_running_targets_are_named_to_the_audit_and_ended_ones_are_not() -> None
     bench = Bench()
     targets = bench.pool.allocate(2)
     bench.start(targets)
-    assert [(o.kind, o.block_id, o.request_id, o.attempt, o.peer) for o in bench.reads.owners()] == [
-        (OwnerKind.WRITER, target, "r", 1, SOURCE.node_id) for target in targets
-    ]
+    assert [
+        (o.kind, o.block_id, o.request_id, o.attempt, o.peer) for o in bench.reads.owners()
+    ] == [(OwnerKind.WRITER, target, "r", 1, SOURCE.node_id) for target in targets]
     bench.reads.poll(0.0)
     assert [o.block_id for o in bench.reads.owners()] == targets[1:]
     bench.reads.poll(0.0)

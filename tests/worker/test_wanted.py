@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,11 +55,7 @@ def test_release_equals_two_judging_lists_without_a_naming_one_between(
         (place, named) for place, (named, up_to) in enumerate(lists) if named or up_to >= since
     ]
     expected = next(
-        (
-            later[0]
-            for earlier, later in zip(judging, judging[1:], strict=False)
-            if not earlier[1] and not later[1]
-        ),
+        (later[0] for earlier, later in pairwise(judging) if not earlier[1] and not later[1]),
         None,
     )
     assert released_at(WantedMark(since), lists) == expected

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.request import RequestId
 from kvferry.kv_cache.audit import BlockClass, Owner, OwnerKind
-from kvferry.kv_transfer.connector import Move
+from kvferry.kv_transfer.connector import BlockRef, Move
 from kvferry.kv_transfer.local import LocalFabric
 from kvferry.prefill_worker.role import PrefillRole
 from kvferry.worker import messages as m
@@ -351,7 +351,7 @@ def test_an_audit_counts_every_owner_and_goes_to_who_asked() -> None:
         Owner(OwnerKind.REQUEST, target, "r", 2),
     ]
     (block,) = source.pool.allocate(1)
-    move = Move(m.BlockRef(P0.epoch, block, 1), target, 4, None)
+    move = Move(BlockRef(P0.epoch, block, 1), target, 4, None)
     made.worker.reads.start(made.worker.peers[P0], [move], "r", 2, lambda result, now: None)
     made.pool.release([target])
     role.blocks.pop()
