@@ -11,6 +11,10 @@ Each step:
  2. If nobody was preempted, waiting sequences are admitted in order of arrival while their whole
     known length fits above the watermark (the share kept free so that running ones can grow).
     The first that does not fit stops the line: a large one is not starved by small ones.
+    Sequences that came with computed blocks and found every seat taken stand first in line, for
+    their blocks come back only when they run.
+ 3. If nothing runs and the first in line does not fit, the newest other sequence that waits with
+    blocks gives them back.
 
 Pure and deterministic; knows no model, clock, socket or role.
 """
@@ -73,15 +77,13 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
         else:
-            self.waiting.append(sequence)
+            insort(self.waiting, sequence, key=_place_in_line)
 
     def remove(self, sequence: SequenceState) -> None:
         """Take a sequence out and free its table; unknown or removed ones are ignored."""
         if self.sequences.pop(sequence.key, None) is None:
             return
-        (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(
-            sequence
-        )
+        self._line_of(sequence).remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._kv.free(sequence.table)
 
@@ -110,6 +112,8 @@ class Scheduler:
         if not preempted:
             planned.extend(self._admit(budget))
         if not planned:
+            if not preempted and not self.running:
+                self._take_back()
             return None
         return ScheduledStep(
             SchedulerOutput(
@@ -167,14 +171,23 @@ class Scheduler:
         candidates = (s for s in self.running if self._kv.has_freeable_block(s.table))
         return max(candidates, key=lambda s: s.arrival, default=None)
 
+    def _take_back(self) -> None:
+        """Free the table of the newest waiting sequence that has one, but the first in line's."""
+        holders = [s for s in self.waiting[1:] if self._kv.has_freeable_block(s.table)]
+        if holders:
+            self._preempt(holders[-1])
+
+    def _line_of(self, sequence: SequenceState) -> list[SequenceState]:
+        return self.running if sequence.status is SequenceStatus.RUNNING else self.waiting
+
     def _preempt(self, victim: SequenceState) -> None:
-        self.running.remove(victim)
+        self._line_of(victim).remove(victim)
         self._kv.free(victim.table)
         victim.pending_copies.clear()
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.status = SequenceStatus.WAITING
-        insort(self.waiting, victim, key=lambda s: s.arrival)
+        insort(self.waiting, victim, key=_place_in_line)
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> list[tuple[SequenceState, int]]:
@@ -183,7 +196,7 @@ class Scheduler:
             sequence = self.waiting[0]
             whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
             spare = self.watermark_blocks if self.running else 0
-            if whole + spare > self._kv.pool.num_free:
+            if whole and whole + spare > self._kv.pool.num_free:
                 break
             count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
             computed = sequence.num_computed_tokens
@@ -197,6 +210,10 @@ class Scheduler:
             admitted.append((sequence, count))
             budget -= count
         return admitted
+
+
+def _place_in_line(sequence: SequenceState) -> tuple[bool, int]:
+    return not sequence.table.block_ids, sequence.arrival
 
 
 def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:

@@ -1,0 +1,237 @@
+"""An engine over the stub model, stepped by hand, that checks every step it takes.
+
+``Bench`` spoils a block's memory whenever the block begins a new life, so that whatever is read
+from it without having been written shows as a wrong token. It keeps books of its own: which
+positions each sequence computed how often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.engine.batch import PoisonedRows, RunnerOutput, SchedulerOutput
+from kvferry.engine.engine import Engine
+from kvferry.engine.request import Attempt, RequestSpec
+from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.engine.sequence import SequenceProgress, SequenceState
+from kvferry.kv_cache.audit import BlockClass, Owner, OwnerKind, PoolAudit, audit
+from kvferry.kv_cache.block_pool import BlockPool, BlockState
+from kvferry.kv_cache.block_table import BlockTable
+from kvferry.kv_cache.hashing import HashChain, root_hash
+from tests.fakes import (
+    ATTEMPT,
+    FakeClock,
+    RecordingOwner,
+    StubRunner,
+    stub_layout,
+    stub_output,
+    stub_spec,
+    stub_value,
+)
+
+MODEL = "stub@1"
+
+
+@dataclass
+class CheckingRunner:
+    """Runs the stub and holds every step against the budgets.
+
+    ``poison`` names the rows of a step, computed all the same, for which no token is to be had.
+    """
+
+    stub: StubRunner
+    config: SchedulerConfig
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    poison: Callable[[SchedulerOutput], Sequence[int]] | None = None
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.check(output)
+        self.steps.append(output)
+        result = self.stub.execute(output)
+        rows = self.poison(output) if self.poison is not None else ()
+        if rows:
+            raise PoisonedRows(rows, "not a number")
+        return result
+
+    def check(self, output: SchedulerOutput) -> None:
+        """Budgets hold, tables cover what is written, and no slot has two writers."""
+        assert output.sequences
+        assert output.num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert len(output.sequences) <= self.config.max_num_seqs
+        written: Counter[tuple[int, int]] = Counter()
+        for share in output.sequences:
+            end = share.start + len(share.token_ids)
+            assert 1 <= len(share.token_ids) <= self.config.chunk_tokens
+            assert len(share.block_table) * self.stub.block_size >= end
+            for position in range(share.start, end):
+                block, slot = divmod(position, self.stub.block_size)
+                written[share.block_table[block], slot] += 1
+        assert set(written.values()) == {1}
+
+
+@dataclass
+class CountingOwner(RecordingOwner):
+    """Counts by position what each sequence computed, and checks what was sealed."""
+
+    computed: dict[str, Counter[int]] = field(default_factory=dict)
+    pool: BlockPool | None = None
+
+    def on_progress(self, progress: SequenceProgress, now: float) -> None:
+        super().on_progress(progress, now)
+        sequence = progress.sequence
+        end = sequence.num_computed_tokens
+        counts = self.computed.setdefault(sequence.key.request_id, Counter())
+        counts.update(range(end - progress.num_computed, end))
+        assert self.pool is not None
+        size = sequence.table.block_size
+        for sealed in progress.sealed:
+            index = sealed.start // size
+            block = self.pool.blocks[sealed.block_id]
+            chain = HashChain(root_hash(MODEL, sequence.spec.cache_salt), size)
+            shown = sequence.token_ids[: sealed.start + sealed.num_tokens]
+            assert sequence.table.block_ids[index] == sealed.block_id
+            assert block.num_tokens == sealed.num_tokens == len(shown) - index * size
+            assert block.block_hash == chain.at(index, shown)
+            assert sealed.start + sealed.num_tokens <= end, "sealed before it was computed"
+
+
+@dataclass
+class Bench:
+    """See the module."""
+
+    num_blocks: int
+    block_size: int = 4
+    config: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(8, 64, 64, 0.0))
+    owner: CountingOwner = field(default_factory=CountingOwner)
+
+    def __post_init__(self) -> None:
+        self.memory = np.zeros((self.num_blocks, stub_layout(self.block_size).block_bytes()), "u1")
+        self.slots = self.memory.view(np.int64)
+        self.runner = CheckingRunner(StubRunner(self.memory, self.block_size), self.config)
+        self.pool = BlockPool(self.num_blocks, self._spoil)
+        self.owner.pool = self.pool
+        self.clock = FakeClock()
+        self.engine = Engine(
+            self.config, self.runner, self.pool, self.block_size, MODEL, self.clock
+        )
+        self.sequences: dict[str, SequenceState] = {}
+        self.leases: list[tuple[str, int]] = []
+        self.num_steps = 0
+
+    def _spoil(self, block_id: int, generation: int) -> None:
+        if self.pool.blocks[block_id].state is BlockState.FREE:
+            self.slots[block_id] = -generation
+
+    # --- sequences --------------------------------------------------------------------------
+
+    def submit(
+        self, spec: RequestSpec, prefill_only: bool = False, attempt: Attempt = ATTEMPT
+    ) -> SequenceState:
+        """A sequence that computes everything itself."""
+        sequence = self.engine.new_sequence(spec, attempt, self.owner, prefill_only=prefill_only)
+        self.sequences[spec.request_id] = sequence
+        return sequence
+
+    def add(self, name: str, num_prompt: int, max_tokens: int = 1) -> SequenceState:
+        """A request of so many tokens."""
+        return self.submit(stub_spec(name, range(num_prompt), max_tokens))
+
+    def join(self, spec: RequestSpec, num_computed: int | None = None) -> SequenceState | None:
+        """A sequence whose prompt, or its beginning, was computed elsewhere, with token 1 if it
+        is the whole; None if the pool is too full for it.
+        """
+        prompt = spec.kv_prompt()
+        count = len(prompt) if num_computed is None else num_computed
+        if self.engine.kv.blocks_for(count) > self.pool.num_free:
+            return None
+        table = BlockTable(self.block_size, self.pool.allocate(self.engine.kv.blocks_for(count)))
+        for position in range(count):
+            block, slot = divmod(table.slot(position), self.block_size)
+            self.slots[block, slot] = stub_value(prompt[position], position)
+        hashes = self.engine.hash_chain(spec)
+        self.engine.kv.seal(table, prompt, count, hashes, include_partial=True)
+        sequence = self.engine.new_sequence(
+            spec,
+            ATTEMPT,
+            self.owner,
+            table=table,
+            hashes=hashes,
+            output_token_ids=tuple(stub_output(prompt, 1)) if count == len(prompt) else (),
+            num_computed_tokens=count,
+        )
+        self.sequences[spec.request_id] = sequence
+        return sequence
+
+    def pin(self, name: str, block_id: int) -> None:
+        """A lease on a sealed block."""
+        self.pool.pin(block_id)
+        self.leases.append((name, block_id))
+
+    def unpin_all(self) -> None:
+        """Every lease ends."""
+        for _, block_id in self.leases:
+            self.pool.unpin(block_id)
+        self.leases.clear()
+
+    # --- steps ------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the running sequences, in the scheduler's order."""
+        return [s.key.request_id for s in self.engine.scheduler.running]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the waiting sequences, first in line first."""
+        return [s.key.request_id for s in self.engine.scheduler.waiting]
+
+    def step(self) -> bool:
+        """One step, audited."""
+        self.num_steps += 1
+        self.clock.now += 1.0
+        computed = self.engine.step()
+        found = self.audit()
+        assert found.consistent, found.problems
+        assert sum(found.counts.values()) == self.num_blocks
+        return computed
+
+    def run(self, most_steps: int = 500) -> None:
+        """Step until no sequence is left."""
+        for _ in range(most_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"running {self.running}, waiting {self.waiting}")
+
+    def audit(self) -> PoolAudit:
+        """Hold the pool against the sequences' tables and the leases."""
+        tables = [s.table for s in self.engine.scheduler.sequences.values()]
+        owners = [Owner(OwnerKind.REQUEST, b, "r") for table in tables for b in table.block_ids]
+        owners.extend(Owner(OwnerKind.READER, block_id, name) for name, block_id in self.leases)
+        return audit(self.pool, owners)
+
+    # --- what must hold ---------------------------------------------------------------------
+
+    def assert_empty(self) -> None:
+        """Nobody holds anything."""
+        assert self.audit().counts[BlockClass.FREE] == self.num_blocks
+        assert not self.engine.has_work and not self.running and not self.waiting
+
+    def assert_exact(self, *but: str) -> None:
+        """Every sequence has sampled exactly what the stub answers, except those named."""
+        for name, sequence in self.sequences.items():
+            if name not in but:
+                assert sequence.token_ids == expected_tokens(sequence), name
+
+
+def expected_tokens(sequence: SequenceState) -> list[int]:
+    """All tokens of a finished sequence."""
+    spec = sequence.spec
+    delivered = len(spec.suffixes[0])
+    count = 1 if sequence.prefill_only else max(1, spec.sampling.max_tokens - delivered)
+    prompt = spec.kv_prompt()
+    return [*prompt, *stub_output(prompt, count)]
