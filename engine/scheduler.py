@@ -81,8 +81,9 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Take a sequence out and free its table; unknown or removed ones are ignored."""
-        if self.sequences.pop(sequence.key, None) is None:
+        if self.sequences.get(sequence.key) is not sequence:
             return
+        del self.sequences[sequence.key]
         self._line_of(sequence).remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._kv.free(sequence.table)

@@ -353,6 +353,19 @@ def test_one_key_names_one_sequence() -> None:
     bench.run()
 
 
+def test_removing_twice_or_after_the_key_was_taken_again_changes_nothing() -> None:
+    bench = Bench(4)
+    old = bench.add("a", 3, max_tokens=5)
+    bench.step()
+    bench.engine.remove(old)
+    bench.engine.remove(old)
+    bench.assert_empty()
+    bench.add("a", 3, max_tokens=2)
+    bench.engine.remove(old)
+    bench.run()
+    bench.assert_exact()
+
+
 @pytest.mark.parametrize(
     "state", ["waiting", "mid-chunk", "decoding", "preempted", "waiting with blocks", "ended"]
 )
