@@ -106,7 +106,7 @@ class Cluster:
         for role, setting in settings:
             actor = _actor(ROLES[role], setting.threads, config).remote(setting, "127.0.0.1", level)
             self._actors.append(actor)
-            started.append(actor.start.remote())
+            started.append(actor.start.remote(actor.__ray_call__.remote(_node_id)))
         self.workers = [_get(ref) for ref in started]
         for worker in self.workers:
             progress(f"{worker.member.ref.node_id}: {worker.pool_arithmetic}")
@@ -277,6 +277,12 @@ def _actor(cls: type, threads: int, config: Config) -> Any:
         max_restarts=0,
         runtime_env={"env_vars": env},
     )
+
+
+def _node_id(_actor: object) -> str:
+    """Ray's id of the node that an actor was placed on; runs in the actor's process."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
 
 
 def _get(ref: Any) -> Any:
