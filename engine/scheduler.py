@@ -9,7 +9,8 @@ Each step:
     its table is freed and it waits to be computed again. Each preemption takes one sequence out
     of the running list, so a step cannot loop.
  2. If nobody was preempted, waiting sequences are admitted in order of arrival while their whole
-    known length fits above the watermark (the share kept free so that running ones can grow).
+    known length fits beside what running ones still need for theirs, above the watermark (the
+    share kept free so that running ones can grow).
     The first that does not fit stops the line: a large one is not starved by small ones.
     Sequences that came with computed blocks and found every seat taken stand first in line, for
     their blocks come back only when they run.
@@ -196,7 +197,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
             whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
-            spare = self.watermark_blocks if self.running else 0
+            spare = self.watermark_blocks + self._promised_blocks() if self.running else 0
             if whole and whole + spare > self._kv.pool.num_free:
                 break
             count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
@@ -211,6 +212,10 @@ class Scheduler:
             admitted.append((sequence, count))
             budget -= count
         return admitted
+
+    def _promised_blocks(self) -> int:
+        """Blocks that running sequences lack for the tokens they already have."""
+        return sum(self._kv.blocks_needed(s.table, len(s.token_ids)) for s in self.running)
 
 
 def _place_in_line(sequence: SequenceState) -> tuple[bool, int]:

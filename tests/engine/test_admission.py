@@ -113,6 +113,20 @@ def test_a_prompt_is_admitted_when_all_of_it_fits_not_its_first_chunk() -> None:
     bench.assert_exact()
 
 
+def test_blocks_that_an_admitted_prompt_still_needs_are_not_given_to_the_next() -> None:
+    bench = Bench(10, config=config(chunk=4))
+    bench.add("a", 24)
+    bench.step()
+    bench.add("b", 17)
+    bench.step()
+    assert bench.pool.num_free == 8, "a holds two blocks and needs six"
+    assert bench.waiting == ["b"], "it needs five"
+    bench.add("c", 1)
+    bench.run()
+    assert bench.engine.scheduler.num_preemptions == 0
+    bench.assert_exact()
+
+
 def test_the_first_that_does_not_fit_stops_the_line() -> None:
     bench = Bench(10)
     bench.add("a", 20, max_tokens=4)
@@ -374,7 +388,7 @@ def test_an_abort_in_every_state_leaves_nothing_and_harms_nobody(state: str) -> 
     match state:
         case "waiting":
             bench.add("a", 29, max_tokens=2)
-            bench.add("c", 1, max_tokens=2)
+            bench.step()
             aborted = bench.add("b", 9)
             bench.step()
             assert aborted.status is SequenceStatus.WAITING

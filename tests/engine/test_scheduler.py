@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,6 +176,20 @@ def test_a_pool_that_holds_all_preempts_nobody(
 ) -> None:
     blocks = sum(-(-arrival.most_positions // block_size) for arrival in arrivals)
     drive = Drive(Bench(blocks, block_size, config), arrivals)
+    drive.run()
+    drive.judge_end()
+    assert drive.bench.engine.scheduler.num_preemptions == 0
+
+
+@given(
+    st.lists(FRESH, min_size=1, max_size=7), st.integers(1, 4), st.sampled_from([0, 1, 4]), CONFIGS
+)
+def test_prompts_alone_preempt_nobody(
+    arrivals: list[Arrival], block_size: int, spare: int, config: SchedulerConfig
+) -> None:
+    """What an admitted prompt still needs is not given to the next."""
+    prompts = [replace(arrival, prefill_only=True) for arrival in arrivals]
+    drive = Drive(bench_for(prompts, block_size, spare, config), prompts)
     drive.run()
     drive.judge_end()
     assert drive.bench.engine.scheduler.num_preemptions == 0
