@@ -12,7 +12,12 @@ from collections.abc import Callable, Sequence
 from kvferry.engine.batch import ModelRunner, PoisonedRows
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import Scheduler, SchedulerConfig
-from kvferry.engine.sequence import SequenceKey, SequenceOwner, SequenceState
+from kvferry.engine.sequence import (
+    SequenceKey,
+    SequenceOwner,
+    SequenceState,
+    SequenceStatus,
+)
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.block_table import BlockTable, KVCacheManager
 from kvferry.kv_cache.hashing import HashChain, root_hash
@@ -122,6 +127,8 @@ class Engine:
         now = self._clock()
         for progress in self.scheduler.update(step, result):
             sequence = progress.sequence
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # the owner of another has ended it since
             sequence.owner.on_progress(progress, now)
             if progress.finish or (sequence.prefill_only and progress.token_id is not None):
                 self.remove(sequence)
@@ -133,5 +140,7 @@ class Engine:
         logger.error("an engine step failed for %d sequences", len(sequences), exc_info=error)
         now = self._clock()
         for sequence in sequences:
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
             sequence.owner.on_failure(sequence, f"{type(error).__name__}: {error}", now)
             self.remove(sequence)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.engine.batch import SchedulerOutput
 from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
-from kvferry.engine.sequence import SequenceKey, SequenceProgress
+from kvferry.engine.sequence import SequenceKey, SequenceProgress, SequenceState
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import SealedBlock
 from kvferry.kv_cache.hashing import HashChain, root_hash
@@ -284,3 +284,27 @@ def test_whichever_rows_are_poisoned_only_they_end(
     bench.assert_empty()
     assert len(bench.owner.failures) <= len(names)
     assert len(bench.owner.failures) >= (1 if left else 0)
+
+
+def test_an_owner_may_end_another_sequence_of_the_same_step() -> None:
+    """It hears nothing more, as after any other abort."""
+
+    class Ending(CountingOwner):
+        def on_progress(self, progress: SequenceProgress, now: float) -> None:
+            super().on_progress(progress, now)
+            bench.engine.remove(bench.sequences["b"])
+
+        def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
+            super().on_failure(sequence, message, now)
+            bench.engine.remove(bench.sequences["b"])
+
+    for fails in (False, True):
+        bench = Bench(8, owner=Ending())
+        bench.add("a", 3)
+        bench.add("b", 3)
+        bench.runner.stub.fail_next = fails
+        bench.run()
+        heard = [p.sequence.key.request_id for p in bench.owner.progress]
+        assert heard == ([] if fails else ["a"])
+        assert len(bench.owner.failures) == fails
+        bench.assert_empty()
