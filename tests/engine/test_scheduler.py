@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine.scheduler import SchedulerConfig
-from kvferry.engine.sequence import SequenceState, SequenceStatus
-from tests.engine.stepping import Bench
+from kvferry.engine.sequence import SequenceProgress, SequenceState, SequenceStatus
+from tests.engine.stepping import Bench, CountingOwner
 from tests.fakes import stub_spec
 
 CONFIGS = st.builds(
@@ -193,3 +193,50 @@ def test_prompts_alone_preempt_nobody(
     drive.run()
     drive.judge_end()
     assert drive.bench.engine.scheduler.num_preemptions == 0
+
+
+@dataclass
+class LeasingOwner(CountingOwner):
+    """Pins each position's block once, as a prefill worker does; leases are named by their step."""
+
+    bench: Bench | None = None
+    pinned: dict[str, int] = field(default_factory=dict)
+
+    def on_progress(self, progress: SequenceProgress, now: float) -> None:
+        super().on_progress(progress, now)
+        assert self.bench is not None
+        name = progress.sequence.key.request_id
+        for block in progress.sealed:
+            if block.start >= self.pinned.get(name, 0):
+                self.pinned[name] = block.start + block.num_tokens
+                self.bench.pin(str(self.bench.num_steps), block.block_id)
+
+
+@given(
+    st.lists(FRESH, min_size=1, max_size=7),
+    st.integers(1, 4),
+    st.sampled_from([0, 1, 4]),
+    CONFIGS,
+    st.integers(0, 9),
+)
+@settings(max_examples=300)
+def test_leases_delay_and_spoil_nothing(
+    arrivals: list[Arrival], block_size: int, spare: int, config: SchedulerConfig, lasts: int
+) -> None:
+    """Blocks that a reader still wants come back late; whoever is preempted frees others."""
+    bench = bench_for(arrivals, block_size, spare, config)
+    bench.owner = LeasingOwner(pool=bench.pool, bench=bench)
+    drive = Drive(bench, arrivals)
+    drive.most_steps *= lasts + 2
+    scheduler = bench.engine.scheduler
+    while drive.pending or bench.engine.has_work:
+        assert bench.num_steps < drive.most_steps, (bench.running, bench.waiting)
+        drive.pending = [arrival for arrival in drive.pending if not drive.arrive(arrival)]
+        for lease in [lease for lease in bench.leases if int(lease[0]) < bench.num_steps - lasts]:
+            bench.leases.remove(lease)
+            bench.pool.unpin(lease[1])
+        preempted, free = scheduler.num_preemptions, bench.pool.num_free
+        if not bench.step() and scheduler.num_preemptions > preempted:
+            assert bench.pool.num_free > free, "a preemption freed nothing"
+    bench.unpin_all()
+    drive.judge_end()
