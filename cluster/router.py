@@ -222,7 +222,7 @@ class Router:
             request.num_kv_prompt, request.decode.worker, self.workers.views(), windowed=False
         )
         if target is None or self.workers.get(target) is None:
-            self._requeue(request)
+            self._requeue(request, now)
             return
         request.state = RequestState.PREFILLING
         request.dispatched_at = request.dispatched_at or now
@@ -362,10 +362,11 @@ class Router:
             logger.info("request %s is tried again: %s", request.request_id, why)
             self.counters["recovered"] += 1
             request.num_attempts += 1
-            self._requeue(request)
+            self._requeue(request, now)
 
-    def _requeue(self, request: RoutedRequest) -> None:
+    def _requeue(self, request: RoutedRequest, now: float) -> None:
         self._legs.drop(request)
+        request.waiting_since = now
         request.attempt = Attempt(self.ref.epoch, request.attempt.number + 1)
         request.state = RequestState.QUEUED
         insort(self._queue, request, key=lambda r: r.arrival)
