@@ -85,6 +85,10 @@ class WorkerRegistry:
             self.version += 1
         return record
 
+    def older_lives(self, ref: NodeRef) -> list[NodeRef]:
+        """Lives of the same worker before this one that are still taken for alive."""
+        return [r for r in self._records if r.node_id == ref.node_id and r.epoch < ref.epoch]
+
     def count_prefill(self, request_id: RequestId, ref: NodeRef, num_tokens: int) -> None:
         """Note that a prefill is placed on a worker, and on no other."""
         self.uncount_prefill(request_id)

@@ -91,6 +91,8 @@ class Router:
 
     def register(self, member: Member, now: float) -> None:
         """A worker is there; everybody is told."""
+        for older in self.workers.older_lives(member.ref):
+            self.worker_died(older, f"its successor of epoch {member.ref.epoch} is here", now)
         self._legs.add_worker(member, now)
 
     def worker_died(self, ref: NodeRef, why: str, now: float) -> None:

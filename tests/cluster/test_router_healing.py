@@ -146,6 +146,31 @@ def test_the_death_of_prefill_after_token_one_leaves_the_attempt_and_hands_off()
     assert bench.loads() == {"decode-0": (0, 9, None)}
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_successor_that_registers_ends_the_life_before_it(role: str) -> None:
+    """Else a request could be placed on the dead life for as long as its silence is excused."""
+    bench = Bench()
+    request, _ = bench.submit()
+    bench.grant(request)
+    old = bench.ref(f"{role}-0")
+    bench.join(f"{role}-0", (Role(role),))
+    assert bench.router.workers.get(old) is None
+    assert request.num_attempts == 2
+    assert bench.router.counters["worker_deaths"] == 1
+    assert request.state is RequestState.QUEUED, "the new life has not told its load"
+    bench.beat()
+    bench.grant(request)
+    assert request.prefill is not None and request.decode is not None
+    assert bench.ref(f"{role}-0") in (request.prefill.worker, request.decode.worker)
+
+
+def test_a_worker_of_another_name_or_an_older_life_ends_nobody() -> None:
+    bench = Bench()
+    bench.join("decode-1", (Role.DECODE,))
+    assert bench.router.counters["worker_deaths"] == 0
+    assert {r.ref.node_id for r in bench.router.workers} == {"prefill-0", "decode-0", "decode-1"}
+
+
 # --- time --------------------------------------------------------------------------------------
 
 
