@@ -116,10 +116,12 @@ class Legs:
         request.prefill = Ticket(target, body, self.send(target, body))
         self.workers.count_prefill(request.request_id, target, request.num_kv_prompt)
 
-    def hand_off(self, request: RoutedRequest, decode: Ticket, token_id: int) -> None:
+    def hand_off(self, request: RoutedRequest) -> None:
         """Give the decode worker the hand-off that its dead prefill worker can no longer give."""
-        num_computed = len(decode.body.spec.kv_prompt())
-        record = m.HandOff((token_id,), num_computed)
+        decode = request.decode
+        assert decode is not None
+        token_id = request.delivered[request.first_own_index]
+        record = m.HandOff((token_id,), len(decode.body.spec.kv_prompt()))
         self.send(decode.worker, m.HandOffRecord(request.request_id, request.attempt, record))
 
     def drop_prefill(self, request: RoutedRequest) -> None:

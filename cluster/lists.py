@@ -22,12 +22,14 @@ class Difference:
         unwanted: held there, wanted no longer: to be cancelled.
         full: requests whose place is kept there while the pool is full.
         granted: (request, positions it need not prefill): the reply may have been lost.
+        unstarted: reserved there while the router holds the hand-off: its record was lost.
         lost: wanted there, asked for before the list was written, not held: to be asked again.
     """
 
     unwanted: list[HeldItem] = field(default_factory=list)
     full: list[RoutedRequest] = field(default_factory=list)
     granted: list[tuple[RoutedRequest, int]] = field(default_factory=list)
+    unstarted: list[RoutedRequest] = field(default_factory=list)
     lost: list[Ticket] = field(default_factory=list)
 
 
@@ -61,6 +63,8 @@ def compare(
             found.full.append(request)
         elif item.leg is Leg.DECODE and ticket.seq <= heard:
             found.granted.append((request, item.missing_from))
+            if item.state is LegState.RESERVED and request.holds_hand_off:
+                found.unstarted.append(request)
     for request, leg, ticket in _placed(worker, requests.values()):
         if (request.request_id, leg) not in held and ticket.seq <= heard:
             found.lost.append(ticket)

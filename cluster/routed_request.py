@@ -124,6 +124,17 @@ class RoutedRequest:
         ticket = self.decode
         return len(ticket.body.spec.suffixes[0]) if ticket is not None else len(self.delivered)
 
+    @property
+    def holds_hand_off(self) -> bool:
+        """Token 1 is here and its prefill worker is not: decode learns it from the router alone."""
+        return (
+            self.state is RequestState.PREFILLING
+            and self.decode is not None
+            and self.prefill is None
+            and not self.prefill_here
+            and len(self.delivered) > self.first_own_index
+        )
+
     def finish_of_delivered(self) -> Finish | None:
         """The finish that the last delivered token means, when only the event was lost."""
         if not self.delivered:

@@ -34,14 +34,7 @@ from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.connector import TransferFailed
 from kvferry.worker import messages as m
-from kvferry.worker.messages import (
-    Envelope,
-    FailureCause,
-    Leg,
-    Member,
-    NodeRef,
-    ReserveOutcome,
-)
+from kvferry.worker.messages import Envelope, FailureCause, Leg, Member, NodeRef, ReserveOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +103,11 @@ class Router:
 
     def _prefill_lost(self, request: RoutedRequest, why: str, now: float) -> None:
         """Token 1 delivered: the router has the hand-off record. Else a new attempt."""
-        own = request.delivered[request.first_own_index :]
-        if not own or request.decode is None:
-            self._retry(request, FailureCause.SOURCE_LOST, why, now)
-            return
         self._legs.drop_prefill(request)
-        self._legs.hand_off(request, request.decode, own[0])
+        if request.holds_hand_off:
+            self._legs.hand_off(request)
+        else:
+            self._retry(request, FailureCause.SOURCE_LOST, why, now)
 
     # --- the front door's side --------------------------------------------------------------
 
@@ -238,9 +230,9 @@ class Router:
         self.workers.uncount_prefill(request.request_id)
         index = request.first_own_index
         self._deliver_tokens(request, index, done.token_ids, now)
-        if request.end is None:
+        if request.end is None and len(request.delivered) == index + 1:
             finish = finish_after(request.spec, index, request.delivered[index])
-            if finish is not None and len(request.delivered) == index + 1:
+            if finish is not None:
                 self._end(request, RequestEnd(finish), now)
 
     def _token_event(self, sender: NodeRef, event: m.TokenEvent, now: float) -> None:
@@ -304,6 +296,8 @@ class Router:
             self._is_full(request)
         for request, missing_from in found.granted:
             self._granted(request, missing_from, now)
+        for request in found.unstarted:
+            self._legs.hand_off(request)
         for ticket in found.lost:
             ticket.seq = self._legs.send(record.ref, ticket.body)
 

@@ -253,6 +253,15 @@ def test_token_times_are_those_of_delivery() -> None:
     assert request.token_times == [1.0, 2.5, 2.5]
 
 
+def test_an_empty_first_token_changes_nothing() -> None:
+    bench = Bench()
+    request, listener = bench.submit()
+    bench.grant(request)
+    assert request.prefill is not None
+    bench.say(request.prefill.worker, m.PrefillDone(*key(request), (), STATS))
+    assert listener.tokens == [] and not listener.ends
+
+
 # --- admission ---------------------------------------------------------------------------------
 
 

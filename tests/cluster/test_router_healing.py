@@ -146,6 +146,36 @@ def test_the_death_of_prefill_after_token_one_leaves_the_attempt_and_hands_off()
     assert bench.loads() == {"decode-0": (0, 9, None)}
 
 
+def test_a_hand_off_record_that_was_lost_is_sent_again_when_the_lists_show_it() -> None:
+    bench = Bench()
+    request, _ = bench.submit(length=9)
+    bench.grant(request)
+    bench.first_token(request)
+    bench.router.worker_died(bench.ref("prefill-0"), "killed", bench.now)
+    record = m.HandOffRecord(*key(request), m.HandOff((100,), 9))
+    bench.drain()
+
+    def told(state: LegState) -> bool:
+        bench.say("decode-0", m.HeldList((m.HeldItem(*key(request), Leg.DECODE, state),)))
+        return ("decode-0", record) in bench.drain()
+
+    assert told(LegState.RESERVED)
+    assert told(LegState.RESERVED), "as often as it is lost"
+    assert not told(LegState.RUNNING), "it has arrived"
+    bench.tokens(request, 0, 100)
+    assert not told(LegState.RESERVED), "an old list"
+
+
+def test_no_hand_off_is_sent_while_the_prefill_worker_lives() -> None:
+    bench = Bench()
+    request, _ = bench.submit()
+    bench.grant(request)
+    bench.first_token(request)
+    item = m.HeldItem(*key(request), Leg.DECODE, LegState.RESERVED)
+    bench.say("decode-0", m.HeldList((item,)))
+    assert bench.sent(m.HandOffRecord) == []
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_successor_that_registers_ends_the_life_before_it(role: str) -> None:
     """Else a request could be placed on the dead life for as long as its silence is excused."""
