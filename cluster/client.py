@@ -213,9 +213,10 @@ class Client:
         """Cancel a request by the server's id; whether the server knew it."""
         return self._call(self._inference.Cancel, pb.CancelRequest(request_id=request_id)).found
 
-    def status(self) -> pb.StatusResponse:
-        """The cluster's workers, counters and readiness."""
-        return self._call(self._cluster.Status, pb.StatusRequest())
+    def status(self, *, decisions: bool = False) -> pb.StatusResponse:
+        """The cluster's workers, counters and readiness; with ``decisions`` the last placements."""
+        request = pb.StatusRequest(include_decisions=decisions)
+        return self._call(self._cluster.Status, request)
 
     def audit(self, worker_id: str = "", *, include_blocks: bool = False) -> pb.AuditResponse:
         """Recount every block, of one worker or (empty) of all."""
@@ -292,9 +293,10 @@ class AsyncClient:
         request = pb.CancelRequest(request_id=request_id)
         return (await self._call(self._inference.Cancel, request)).found
 
-    async def status(self) -> pb.StatusResponse:
-        """The cluster's workers, counters and readiness."""
-        return await self._call(self._cluster.Status, pb.StatusRequest())
+    async def status(self, *, decisions: bool = False) -> pb.StatusResponse:
+        """The cluster's workers, counters and readiness; with ``decisions`` the last placements."""
+        request = pb.StatusRequest(include_decisions=decisions)
+        return await self._call(self._cluster.Status, request)
 
     async def audit(self, worker_id: str = "", *, include_blocks: bool = False) -> pb.AuditResponse:
         """Recount every block, of one worker or (empty) of all."""

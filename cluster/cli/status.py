@@ -19,16 +19,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add_endpoint(parser)
     add_json(parser)
+    parser.add_argument(
+        "--decisions",
+        action="store_true",
+        help="also the router's last placements, newest last (default: no)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> Result:
     """Ask once and show. A cluster that is not ready is an answer, not a failure."""
     with Client(args.endpoint) as client:
-        status = client.status()
+        status = client.status(decisions=args.decisions)
     if not args.json:
         _show(status, people(args))
-    return Result(fields=status_json(status))
+        if args.decisions:
+            _show_decisions(status, people(args))
+    return Result(fields=status_json(status, args.decisions))
 
 
 def _show(status: pb.StatusResponse, console: Console) -> None:
@@ -55,6 +62,22 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in counters) or "no requests yet")
 
 
+def _show_decisions(status: pb.StatusResponse, console: Console) -> None:
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for heading in ("request", "policy", "prefill", "decode", "first token", "reason"):
+        table.add_column(heading, justify="right" if heading == "first token" else "left")
+    for entry in status.decisions:
+        table.add_row(
+            entry.request_id,
+            entry.policy,
+            entry.prefill_worker or "(the decode worker)",
+            entry.decode_worker,
+            f"{entry.actual_ttft_s:.3f} s" if entry.HasField("actual_ttft_s") else "-",
+            entry.reason,
+        )
+    console.print(table)
+
+
 FIELDS = (
     "ready",
     "not_ready_reasons",
@@ -63,5 +86,6 @@ FIELDS = (
     "routers",
     "workers",
     "counters",
+    "decisions",
 )
 COMMAND = Command(configure, Document("status", FIELDS))

@@ -113,8 +113,8 @@ def worker_json(status: pb.WorkerStatus) -> Json:
     return {**to_json(status.worker), **to_json(status, without=("worker",))}
 
 
-def status_json(status: pb.StatusResponse) -> Json:
-    """The fields of ``kvferry status``."""
+def status_json(status: pb.StatusResponse, decisions: bool = False) -> Json:
+    """The fields of ``kvferry status``; ``decisions`` null unless they were asked for."""
     fields = to_json(
         status, without=("workers", "decisions", "version", "machine", "counters", "endpoints")
     )
@@ -123,6 +123,7 @@ def status_json(status: pb.StatusResponse) -> Json:
         "endpoints": to_json(status.endpoints),
         "workers": [worker_json(worker) for worker in status.workers],
         "counters": to_json(status.counters),
+        "decisions": [to_json(entry) for entry in status.decisions] if decisions else None,
     }
 
 

@@ -91,6 +91,15 @@ def status_response() -> pb.StatusResponse:
         workers=workers,
         counters=pb.Counters(accepted=1, finished_stop=1),
         version="1.2.3",
+        decisions=[
+            pb.Decision(
+                request_id=REQUEST_ID,
+                policy="least_loaded",
+                prefill_worker="prefill-0",
+                decode_worker="decode-0",
+                reason="least loaded pair",
+            )
+        ],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -260,6 +261,19 @@ def test_status_shows_workers(server: FakeServer, capsys: pytest.CaptureFixture[
     document = documents.parse(capsys.readouterr().out)
     assert [worker["worker_id"] for worker in document["workers"]] == ["prefill-0", "decode-0"]
     assert document["counters"]["finished_stop"] == 1
+
+
+def test_status_shows_placements_when_asked(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--decisions"]) == 0
+    assert "least loaded pair" in capsys.readouterr().out
+    assert main(["status", "--decisions", "--json"]) == 0
+    (decision,) = json.loads(capsys.readouterr().out)["decisions"]
+    assert decision["prefill_worker"] == "prefill-0"
+    assert decision["actual_ttft_s"] is None
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"] is None
 
 
 def test_status_of_a_cluster_that_is_not_ready_is_an_answer(
