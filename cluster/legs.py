@@ -46,6 +46,12 @@ class Legs:
         self._broadcast()
         return True
 
+    def excuse_silence(self, now: float) -> None:
+        """This router stood still: it could hear nobody, and workers may take it for dead."""
+        for record in self.workers:
+            record.last_heard = now
+        self._broadcast()
+
     def send(self, receiver: NodeRef, body: Body) -> int:
         """Queue a message to a live worker; its number, 0 if the worker is not alive."""
         if self.workers.get(receiver) is None:

@@ -79,6 +79,7 @@ class Router:
         self._arrivals = 0
         self._next_lists = 0.0
         self._next_beat = 0.0
+        self._ticked_at = float("inf")
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -305,6 +306,9 @@ class Router:
 
     def tick(self, now: float) -> None:
         """Drive every timer; called a few times per heartbeat period."""
+        if now - self._ticked_at > self.config.heartbeat_timeout / 2:
+            self._legs.excuse_silence(now)
+        self._ticked_at = now
         for record in self.workers:
             silent = now - record.last_heard
             if silent > self.config.heartbeat_timeout:

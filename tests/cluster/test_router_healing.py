@@ -11,9 +11,10 @@ from kvferry.cluster.router import RouterConfig
 from kvferry.engine.request import Attempt, FinishReason, RequestId
 from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
-from kvferry.worker.messages import FailureCause, Leg, LegState, Role
+from kvferry.worker.messages import Envelope, FailureCause, Leg, LegState, Role
 from tests.cluster.routing import Bench, key
 from tests.fakes import stub_spec
+from tests.sim.cluster import SimCluster
 
 BOTH = (Role.PREFILL, Role.DECODE)
 
@@ -223,6 +224,51 @@ def test_a_worker_lost_as_silent_is_refused_from_then_on() -> None:
     bench.beat()
     assert bench.router.channels.refused == {"sender": 2}
     assert bench.router.workers.not_ready_reasons()
+
+
+def test_the_time_in_which_the_router_itself_stood_still_is_no_worker_s_silence() -> None:
+    bench = Bench()
+    bench.router.tick(bench.now)
+    bench.drain()
+    bench.now += 60.0
+    bench.router.tick(bench.now)
+    assert bench.router.counters["worker_deaths"] == 0
+    told = {name for name, _ in bench.sent(m.Membership)}
+    assert told == {"prefill-0", "decode-0"}, "they may have taken it for dead"
+    for _ in range(4):
+        bench.now += 0.5
+        bench.router.tick(bench.now)
+    assert bench.router.counters["worker_deaths"] == 2, "silence after that counts"
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 10.0])
+def test_a_router_that_stood_still_serves_on_with_the_workers_that_dropped_it(
+    seconds: float,
+) -> None:
+    cluster = SimCluster()
+    cluster.run(1.5)
+    router, deliver = cluster.router, cluster._arrive
+    assert router is not None
+    cluster.submit(stub_spec("a", range(9), 30))
+    cluster.run(0.5)
+    late: list[Envelope] = []
+
+    def keep(envelope: Envelope, now: float) -> None:
+        if envelope.receiver == router.ref:
+            late.append(envelope)
+        else:
+            deliver(envelope, now)
+
+    cluster.router, cluster._arrive = None, keep  # type: ignore[method-assign]
+    cluster.run(seconds)
+    cluster.router, cluster._arrive = router, deliver  # type: ignore[method-assign]
+    for envelope in late:
+        router.deliver(envelope, cluster.clock.now)
+    cluster.submit(stub_spec("b", range(40, 60), 6))
+    cluster.run_until_ended(30)
+    cluster.assert_exact()
+    assert router.counters["worker_deaths"] == 0
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
 
 
 def wait(bench: Bench, seconds: float) -> None:
