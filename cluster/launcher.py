@@ -7,12 +7,9 @@ the processes' lives and the epochs; knows nothing of requests.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
 from kvferry.cluster.errors import NotReady
 from kvferry.cluster.grpc_server import check_port
+from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.router import RouterConfig
 from kvferry.cluster.router_actor import RouterActor, RouterSettings
 from kvferry.decode_worker.actor import DecodeWorker
@@ -79,7 +77,7 @@ class Cluster:
         if not config.ray.address:  # else the router may be on another host
             check_port(config.server.grpc)
         progress("starting Ray")
-        cluster = cls(owns_ray=_init_ray(config))
+        cluster = cls(owns_ray=init_ray(config))
         try:
             cluster._start(config, model_folder, progress)
         except BaseException:
@@ -220,48 +218,6 @@ def next_epoch() -> int:
         b"epoch", str(epoch).encode(), overwrite=True, namespace=EPOCH_NAMESPACE
     )
     return epoch
-
-
-def _init_ray(config: Config) -> bool:
-    """Join the configured Ray cluster, or start a small local one; True if it is ours."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = config.ray.address
-    local: dict[str, Any] = {
-        "include_dashboard": False,
-        "object_store_memory": config.ray.object_store_memory,
-    }
-    with _own_signals():
-        ray.init(
-            address=address or "local",
-            namespace=config.ray.namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({} if address else local),
-        )
-    return True
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Give the caller's signal handlers back after ``ray.init``, which puts its own in their place.
-
-    Meanwhile Ray answers SIGTERM with SystemExit; here it means what SIGINT means.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set handlers, so Ray has left them alone
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [(number, handler) for number in numbers if (handler := signal.getsignal(number))]
-    try:
-        yield
-    except SystemExit as error:
-        signal.alarm(0)  # Ray's crash handler has set one that would abort the process in 3 s
-        raise KeyboardInterrupt from error
-    finally:
-        for number, handler in handlers:
-            signal.signal(number, handler)
 
 
 def _actor(cls: type, threads: int, config: Config) -> Any:
