@@ -19,9 +19,12 @@ class LayoutMismatch(TransferFailed):
     """A pool's memory does not have the shape that its layout asks for; names both sizes."""
 
 
-def check_compatible(ours: PeerInfo, theirs: PeerInfo) -> None:
-    """Raise IncompatiblePeer, naming each differing field and both values, unless blocks fit."""
-    differences = list(_differences(ours, theirs))
+def check_compatible(ours: PeerInfo, theirs: PeerInfo, *, same_host: bool = True) -> None:
+    """Raise IncompatiblePeer, naming each differing field and both values, unless blocks fit.
+
+    ``same_host`` is whether the transport needs both workers on one host.
+    """
+    differences = list(_differences(ours, theirs, same_host))
     if differences:
         listed = "; ".join(
             f"{name} is {there!r} there, {here!r} here" for name, there, here in differences
@@ -51,8 +54,8 @@ def check_identity(wanted: PeerInfo, found: PeerInfo) -> None:
         )
 
 
-def _differences(ours: PeerInfo, theirs: PeerInfo) -> Iterator[Difference]:
-    for name in ("connector", "host_id", "model"):
+def _differences(ours: PeerInfo, theirs: PeerInfo, same_host: bool) -> Iterator[Difference]:
+    for name in ("connector", "host_id", "model") if same_host else ("connector", "model"):
         yield from _compare(name, getattr(theirs, name), getattr(ours, name))
     for name in ("block_size", "rank", "num_ranks"):
         yield from _compare(name, getattr(theirs.layout, name), getattr(ours.layout, name))

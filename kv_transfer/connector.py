@@ -39,6 +39,14 @@ class BlockRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One of several ways to a pool: the connector that serves it and where that one finds it."""
+
+    connector: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerInfo:
     """All that a reader needs to know of a source before any block moves.
 
@@ -50,6 +58,8 @@ class PeerInfo:
         model: model name and revision; part of the compatibility check.
         layout: the pool's layout (block size, groups, heads, dtype, rank).
         num_blocks: blocks in the pool.
+        endpoints: every way to the pool, where there are several; empty stands for the one that
+            ``connector`` and ``address`` name.
     """
 
     worker_id: str
@@ -60,6 +70,7 @@ class PeerInfo:
     model: str
     layout: KVCacheLayout
     num_blocks: int
+    endpoints: tuple[Endpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,21 @@ class Peer(Protocol):
         """Seconds that opening the connection took."""
         ...
 
+    @property
+    def connector(self) -> str:
+        """The implementation that moves the blocks, for example ``shm``."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why it is that one, as a short sentence; see ``choosing``."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether, as far as is known, blocks can be read; reads of a closed peer end FAILED."""
+        ...
+
     def close(self) -> None:
         """Drop the connection; its unfinished reads end FAILED."""
         ...
@@ -148,6 +174,16 @@ class KVConnector(Protocol):
     def cancel(self, read_id: ReadId) -> None:
         """Fence a read: after this returns none of its targets is written again, and no
         further result of it is reported. Unknown ids are ignored.
+        """
+        ...
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """The source's side of a lease that ends: these own blocks may be rewritten from now on,
+        once their generation words are raised. Returns at once.
+
+        A reader's block ends OK only if its word was still the one asked for *after* its last
+        byte had been copied, so a transport that checks this by itself has nothing to do here. It
+        is the place for one that must stop its sends first.
         """
         ...
 

@@ -156,6 +156,10 @@ class FaultyConnector:
         self._unfinished.pop(read_id, None)
         self._held = [held for held in self._held if held.result.read_id != read_id]
 
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """Tell the inner connector."""
+        self._inner.withdraw(block_ids)
+
     def close(self) -> None:
         """Close the inner connector; idempotent."""
         self._held.clear()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.choosing import ONLY_ONE
 from kvferry.kv_transfer.compatibility import check_compatible, check_identity, check_memory
 from kvferry.kv_transfer.connector import BlockResult, Move, Peer, PeerInfo, ReadId, TransferFailed
 from kvferry.kv_transfer.digest import block_digest
@@ -70,6 +71,8 @@ class LocalPeer:
     """A source in the same process. ``setup_s`` is 0: there is nothing to set up."""
 
     setup_s = 0.0
+    connector = CONNECTOR_NAME
+    reason = ONLY_ONE
 
     def __init__(self, registered: Registration) -> None:
         self._registered = registered
@@ -173,6 +176,9 @@ class LocalConnector:
     def cancel(self, read_id: ReadId) -> None:
         """Fence a read: copies are made inside ``poll`` only, so none is under way."""
         self._queue.cancel(read_id)
+
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do: the reader checks the generation word after its copy."""
 
     def close(self) -> None:
         """Leave the fabric, close all peers and the own memory; idempotent."""

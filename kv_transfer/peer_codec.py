@@ -10,13 +10,14 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout, KVGroup
-from kvferry.kv_transfer.connector import PeerInfo, TransferFailed
+from kvferry.kv_transfer.connector import Endpoint, PeerInfo, TransferFailed
 
 MAX_GROUPS = 64
+MAX_ENDPOINTS = 16
 MAX_NUMBER = 1 << 62
 _TYPES = {"str": str, "int": int, str: str, int: int}
 
-T = TypeVar("T", PeerInfo, KVCacheLayout, KVGroup)
+T = TypeVar("T", PeerInfo, Endpoint, KVCacheLayout, KVGroup)
 
 
 class MalformedPeerInfo(TransferFailed):
@@ -27,6 +28,7 @@ def encode_peer_info(info: PeerInfo) -> dict[str, object]:
     """``info`` as nested dictionaries and lists of text and integers."""
     encoded = asdict(info)
     encoded["layout"]["groups"] = [asdict(group) for group in info.layout.groups]
+    encoded["endpoints"] = [asdict(endpoint) for endpoint in info.endpoints]
     return encoded
 
 
@@ -38,6 +40,7 @@ def decode_peer_info(data: object) -> PeerInfo:
     if not isinstance(groups, list) or not 1 <= len(groups) <= MAX_GROUPS:
         raise MalformedPeerInfo(f"layout.groups must be 1 to {MAX_GROUPS} groups, got {groups!r}")
     layout["groups"] = tuple(_group(group, index) for index, group in enumerate(groups))
+    top["endpoints"] = _endpoints(top.get("endpoints"))
     top["layout"] = _build(KVCacheLayout, layout, "layout")
     info = _build(PeerInfo, top, "peer")
     if info.num_blocks < 1 or info.layout.block_bytes() < 1:
@@ -46,6 +49,13 @@ def decode_peer_info(data: object) -> PeerInfo:
             f"of {info.layout.block_bytes()} bytes"
         )
     return info
+
+
+def _endpoints(data: object) -> tuple[Endpoint, ...]:
+    if not isinstance(data, list) or len(data) > MAX_ENDPOINTS:
+        raise MalformedPeerInfo(f"endpoints must be {MAX_ENDPOINTS} endpoints at most")
+    named = [(f"endpoints[{index}]", item) for index, item in enumerate(data)]
+    return tuple(_build(Endpoint, _mapping(item, where), where) for where, item in named)
 
 
 def _group(data: object, index: int) -> KVGroup:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.choosing import ONLY_ONE
 from kvferry.kv_transfer.compatibility import check_compatible, check_identity, check_memory
 from kvferry.kv_transfer.connector import BlockResult, Move, Peer, PeerInfo, ReadId, TransferFailed
 from kvferry.kv_transfer.digest import block_digest
@@ -56,6 +57,9 @@ class ShmPeer:
         setup_s: seconds that ``connect`` took, kept apart from the reads' own time.
     """
 
+    connector = CONNECTOR_NAME
+    reason = ONLY_ONE
+
     def __init__(self, info: PeerInfo, memory: PoolMemory, setup_s: float) -> None:
         self._info = info
         self._memory = memory
@@ -82,7 +86,8 @@ class ShmPeer:
 
 
 class ShmConnector:
-    """``KVConnector`` over shared memory. Owns ``memory`` from construction on.
+    """``KVConnector`` over shared memory. Owns ``memory`` from construction on, unless told
+    otherwise because several connectors serve it.
 
     All calls come from one thread; a daemon thread of ``HandshakeServer`` answers readers.
 
@@ -98,6 +103,7 @@ class ShmConnector:
         epoch: int,
         model: str,
         layout: KVCacheLayout,
+        owns_memory: bool = True,
         bytes_per_poll: int = DEFAULT_BYTES_PER_POLL,
         connect_timeout_s: float = 5.0,
         handshake_timeout_s: float = 2.0,
@@ -107,6 +113,8 @@ class ShmConnector:
     ) -> None:
         check_memory(memory, layout)
         self._memory = memory
+        self._owns_memory = owns_memory
+        self._closed = False
         self._queue = ReadQueue(memory, tamper)
         self._peers: list[ShmPeer] = []
         self._blocks_per_poll = max(1, bytes_per_poll // memory.block_bytes)
@@ -167,7 +175,7 @@ class ShmConnector:
 
     def start_read(self, peer: Peer, moves: Sequence[Move]) -> ReadId:
         """Queue the copies; returns at once. Raises TransferFailed for a foreign peer."""
-        if not isinstance(peer, ShmPeer) or self._memory.closed:
+        if not isinstance(peer, ShmPeer) or self._closed:
             raise TransferFailed(
                 f"cannot read worker {peer.info.worker_id} through this connector: connect to it "
                 "with the same, open connector first"
@@ -182,14 +190,21 @@ class ShmConnector:
         """Fence a read: copies are made inside ``poll`` only, so none is under way."""
         self._queue.cancel(read_id)
 
+    def withdraw(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do: the reader checks the generation word after its copy."""
+
     def close(self) -> None:
-        """Close the door, all peers and the own memory; idempotent. Readers keep their mapping."""
+        """Close the door, all peers and, if owned, the memory; idempotent. Readers keep their
+        mapping.
+        """
+        self._closed = True
         self.server.close()
         self._queue.clear()
         for peer in self._peers:
             peer.close()
         self._peers.clear()
-        self._memory.close()
+        if self._owns_memory:
+            self._memory.close()
 
     def _map(self, wanted: PeerInfo, received: PeerInfo, fds: tuple[int, int]) -> PoolMemory:
         """Map a pool, having made sure that it is the one that was asked for."""

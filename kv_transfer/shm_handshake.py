@@ -24,9 +24,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import msgpack
-
 from kvferry.kv_transfer.connector import PeerInfo, TransferFailed
+from kvferry.kv_transfer.handshake import (
+    HandshakeRefused,
+    decode_worker,
+    pack_message,
+    unpack_message,
+)
 from kvferry.kv_transfer.peer_codec import decode_peer_info, encode_peer_info
 
 VERSION = 1
@@ -36,18 +40,6 @@ LISTEN_BACKLOG = 128
 ACCEPT_RETRY_S = 0.05  # pause after a failed accept, which out of descriptors would repeat at once
 
 PeerUid = Callable[[socket.socket], int]
-
-
-class HandshakeRefused(TransferFailed):
-    """A handshake did not come about; names why.
-
-    Attributes:
-        reason: the counter's key: foreign_uid, malformed, oversized, slow, wrong_receiver, crowded.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +61,15 @@ def peer_uid(connection: socket.socket) -> int:
 
 def encode_hello(hello: Hello) -> bytes:
     """``hello`` as one packet."""
-    return _pack({"reader": list(hello.reader), "source": list(hello.source)})
+    return pack_message(VERSION, {"reader": list(hello.reader), "source": list(hello.source)})
 
 
 def decode_hello(packet: bytes) -> Hello:
     """The inverse of ``encode_hello``. Raises HandshakeRefused."""
-    body = _unpack(packet)
+    body = unpack_message(VERSION, packet)
     if set(body) != {"reader", "source"}:
         raise HandshakeRefused("malformed", f"a hello has reader and source, got {sorted(body)}")
-    return Hello(_worker(body["reader"]), _worker(body["source"]))
+    return Hello(decode_worker(body["reader"]), decode_worker(body["source"]))
 
 
 class HandshakeServer:
@@ -192,13 +184,13 @@ class HandshakeServer:
             raise HandshakeRefused(
                 "wrong_receiver", f"this is worker {ourselves}, not {hello.source}: ask membership"
             )
-        packet = _pack({"info": encode_peer_info(self.info)})
+        packet = pack_message(VERSION, {"info": encode_peer_info(self.info)})
         socket.send_fds(connection, [packet], list(self._fds))
         self.answered += 1
 
     def _say_refused(self, connection: socket.socket, refusal: HandshakeRefused) -> None:
         try:
-            connection.send(_pack({"refused": str(refusal)}))
+            connection.send(pack_message(VERSION, {"refused": str(refusal)}))
         except OSError:
             return  # it has hung up already
 
@@ -248,7 +240,7 @@ def request_pool(
 def _read_reply(packet: bytes, flags: int) -> PeerInfo:
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise HandshakeRefused("oversized", f"the reply exceeds {MAX_MESSAGE_BYTES} bytes")
-    body = _unpack(packet)
+    body = unpack_message(VERSION, packet)
     if "refused" in body:
         raise HandshakeRefused("refused", str(body["refused"]))
     return decode_peer_info(body.get("info"))
@@ -267,35 +259,6 @@ def _check_uid(uid: int) -> None:
             "foreign_uid",
             f"the other end runs as user {uid}, we as {os.getuid()}: run both as one user",
         )
-
-
-def _worker(data: object) -> tuple[str, int]:
-    if (
-        not isinstance(data, list)
-        or len(data) != 2
-        or type(data[0]) is not str
-        or type(data[1]) is not int
-    ):
-        raise HandshakeRefused("malformed", f"a worker is [worker_id, epoch], got {data!r:.100}")
-    return data[0], data[1]
-
-
-def _pack(body: dict[str, object]) -> bytes:
-    return bytes([VERSION]) + bytes(msgpack.packb(body))
-
-
-def _unpack(packet: bytes) -> dict[str, object]:
-    if not packet:
-        raise HandshakeRefused("malformed", "the other end hung up without a word")
-    if packet[0] != VERSION:
-        raise HandshakeRefused("malformed", f"version {packet[0]} there, {VERSION} here")
-    try:
-        body = msgpack.unpackb(packet[1:])
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise HandshakeRefused("malformed", f"not one msgpack value ({error!r:.100})") from error
-    if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
-        raise HandshakeRefused("malformed", "not a map with text keys")
-    return body
 
 
 def _unix_socket() -> socket.socket:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kv_transfer.connector import TransferFailed
+from kvferry.kv_transfer.handshake import HandshakeRefused
 from kvferry.kv_transfer.memory import allocate_shared
 from kvferry.kv_transfer.peer_codec import (
     MalformedPeerInfo,
@@ -25,7 +26,6 @@ from kvferry.kv_transfer.shm_handshake import (
     MAX_MESSAGE_BYTES,
     MAX_PENDING,
     VERSION,
-    HandshakeRefused,
     Hello,
     decode_hello,
     encode_hello,
