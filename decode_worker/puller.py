@@ -98,7 +98,7 @@ class Puller:
             moves,
             spec.request_id,
             leg.request.attempt.number,
-            lambda result, at: self._ended(leg, wanted[result.index], result, at),
+            lambda result, at: self._ended(leg, wanted[result.index], peer, result, at),
         )
         pull.reading[read_id] = {block.start for block in wanted}
         pull.connector = peer.info.connector
@@ -140,9 +140,16 @@ class Puller:
         return ""
 
     def _ended(
-        self, leg: DecodeLeg, block: AnnouncedBlock, result: BlockResult, now: float
+        self,
+        leg: DecodeLeg,
+        block: AnnouncedBlock,
+        peer: Peer,
+        result: BlockResult,
+        now: float,
     ) -> None:
         pull = leg.pull
+        if result.status is ReadStatus.FAILED:
+            self._worker.lose_connection(peer)
         starts = pull.reading.get(result.read_id)
         if starts is None or leg.table is None:
             return

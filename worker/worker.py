@@ -320,6 +320,13 @@ class Worker:
         if peer is not None:
             peer.close()
 
+    def lose_connection(self, peer: Peer) -> None:
+        """A read through it failed: it is closed, and the source opened anew when next due."""
+        for ref in [ref for ref, known in self.peers.items() if known is peer]:
+            del self.peers[ref]
+            self._peer_errors[ref] = "a read failed; the connection is opened anew"
+            peer.close()
+
     def _connect_peers(self) -> None:
         """Open the sources this worker may read from; failures are tried again later."""
         if not any(role.role is Role.DECODE for role in self.roles):
