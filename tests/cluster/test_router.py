@@ -14,7 +14,7 @@ from kvferry.engine.request import Attempt, FinishReason, RequestId
 from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
 from kvferry.worker.messages import Body, FailureCause, Leg
-from tests.cluster.routing import Bench, key
+from tests.cluster.routing import Bench, key, state
 from tests.fakes import stub_spec
 
 
@@ -33,23 +33,23 @@ def test_a_request_is_reserved_then_prefilled_then_decoded_then_let_go() -> None
     request, listener = bench.submit(length=9, max_tokens=4)
     spec = replace(request.spec, suffixes=((),))
     assert bench.drain() == [("decode-0", m.Reserve(spec, request.attempt, False))]
-    assert request.state is RequestState.RESERVING
+    assert state(request) is RequestState.RESERVING
     bench.grant(request, missing_from=4)
     assert bench.drain() == [
         ("prefill-0", m.PrefillRequest(spec, request.attempt, bench.ref("decode-0"), 4))
     ]
-    assert request.state is RequestState.PREFILLING
+    assert state(request) is RequestState.PREFILLING
     bench.first_token(request, 100)
     assert listener.tokens == [100]
     bench.tokens(request, 0, 100)
-    assert request.state is RequestState.DECODING
+    assert state(request) is RequestState.DECODING
     assert bench.drain() == [("prefill-0", m.CancelLeg(*key(request), Leg.PREFILL))]
     bench.tokens(request, 1, 101, 102)
     bench.tokens(request, 3, 103, finish="length")
     assert listener.tokens == [100, 101, 102, 103]
     assert [end.finish for end in listener.ends] == [Finish(FinishReason.LENGTH)]
     assert bench.drain() == [("decode-0", m.CancelLeg(*key(request), Leg.DECODE))]
-    assert request.state is RequestState.ENDED
+    assert state(request) is RequestState.ENDED
     assert bench.loads() == {} and bench.router.requests == {}
     assert bench.router.counters["finished_length"] == 1
 
@@ -235,7 +235,7 @@ def test_tokens_behind_a_stop_string_are_not_delivered() -> None:
     bench.grant(request)
     bench.first_token(request)
     stop = Finish(FinishReason.STOP, "END")
-    listener.on_tokens = lambda first, ids, now: StopMatch(2, stop)  # type: ignore[method-assign]
+    listener.on_tokens = lambda first_index, token_ids, now: StopMatch(2, stop)  # type: ignore[method-assign]
     bench.now = 7.0
     bench.tokens(request, 0, 100, 101, 102, 103, 104, finish="length")
     assert request.delivered == [100, 101, 102]
@@ -276,7 +276,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_serves_the_others() -
     assert bench.router.counters["accepted"] == 2
     assert list(bench.router.requests) == ["a", "b"]
     bench.beat()
-    assert first.state is RequestState.RESERVING
+    assert state(first) is RequestState.RESERVING
     bench.submit("c")
 
 

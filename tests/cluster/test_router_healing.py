@@ -12,7 +12,7 @@ from kvferry.engine.request import Attempt, FinishReason, RequestId
 from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
 from kvferry.worker.messages import Envelope, FailureCause, Leg, LegState, Role
-from tests.cluster.routing import Bench, key
+from tests.cluster.routing import Bench, key, state
 from tests.fakes import stub_spec
 from tests.sim.cluster import SimCluster
 
@@ -128,7 +128,7 @@ def test_the_death_of_prefill_before_token_one_is_a_new_attempt_elsewhere() -> N
     bench.router.worker_died(victim, "killed", bench.now)
     assert request.num_attempts == 2
     bench.grant(request)
-    assert request.prefill is not None and request.prefill.worker != victim
+    assert bench.prefill_of(request) != victim
     assert not any(name == victim.node_id for name, _ in bench.drain())
 
 
@@ -156,8 +156,8 @@ def test_a_hand_off_record_that_was_lost_is_sent_again_when_the_lists_show_it() 
     record = m.HandOffRecord(*key(request), m.HandOff((100,), 9))
     bench.drain()
 
-    def told(state: LegState) -> bool:
-        bench.say("decode-0", m.HeldList((m.HeldItem(*key(request), Leg.DECODE, state),)))
+    def told(seen: LegState) -> bool:
+        bench.say("decode-0", m.HeldList((m.HeldItem(*key(request), Leg.DECODE, seen),)))
         return ("decode-0", record) in bench.drain()
 
     assert told(LegState.RESERVED)
@@ -188,7 +188,7 @@ def test_a_successor_that_registers_ends_the_life_before_it(role: str) -> None:
     assert bench.router.workers.get(old) is None
     assert request.num_attempts == 2
     assert bench.router.counters["worker_deaths"] == 1
-    assert request.state is RequestState.QUEUED, "the new life has not told its load"
+    assert state(request) is RequestState.QUEUED, "the new life has not told its load"
     bench.beat()
     bench.grant(request)
     assert request.prefill is not None and request.decode is not None
@@ -295,10 +295,10 @@ def test_a_request_that_has_run_for_long_waits_as_long_as_any_for_a_successor() 
     wait(bench, 60.0)
     bench.router.worker_died(bench.ref("decode-0"), "killed", bench.now)
     wait(bench, 4.5)
-    assert request.state is RequestState.QUEUED
+    assert state(request) is RequestState.QUEUED
     bench.join("decode-0", (Role.DECODE,))
     bench.beat()
-    assert request.state is RequestState.RESERVING
+    assert state(request) is RequestState.RESERVING
 
 
 def test_a_request_waits_without_limit_while_the_cluster_is_ready_but_busy() -> None:
@@ -306,7 +306,7 @@ def test_a_request_waits_without_limit_while_the_cluster_is_ready_but_busy() -> 
     bench.submit("a", length=10)
     request, _ = bench.submit("b", length=10)
     wait(bench, 60.0)
-    assert request.state is RequestState.QUEUED and not bench.listeners["b"].ends
+    assert state(request) is RequestState.QUEUED and not bench.listeners["b"].ends
 
 
 # --- lists -------------------------------------------------------------------------------------
@@ -379,14 +379,14 @@ def test_a_leg_that_is_not_wanted_where_it_is_held_is_cancelled(what: str) -> No
     assert bench.sent(m.CancelLeg) == [(holder, m.CancelLeg(request_id, attempt, Leg.DECODE))]
 
 
-@pytest.mark.parametrize("state", [LegState.RESERVED, LegState.RUNNING])
-def test_a_grant_that_was_lost_is_learned_from_the_list(state: LegState) -> None:
+@pytest.mark.parametrize("told", [LegState.RESERVED, LegState.RUNNING])
+def test_a_grant_that_was_lost_is_learned_from_the_list(told: LegState) -> None:
     bench = Bench()
     request, _ = bench.submit()
     bench.drain()
-    item = m.HeldItem(*key(request), Leg.DECODE, state, missing_from=4)
+    item = m.HeldItem(*key(request), Leg.DECODE, told, missing_from=4)
     bench.say("decode-0", m.HeldList((item,)))
-    assert request.state is RequestState.PREFILLING
+    assert state(request) is RequestState.PREFILLING
     ((_, body),) = bench.sent(m.PrefillRequest)
     assert body.missing_from == 4
 
@@ -441,7 +441,7 @@ def test_a_worker_where_a_request_waits_for_blocks_gets_no_other() -> None:
     assert b.decode.worker == c.decode.worker != a.decode.worker
     bench.refuse(b)
     d, _ = bench.submit("d", length=4)
-    assert d.state is RequestState.QUEUED
+    assert state(d) is RequestState.QUEUED
     bench.grant(a)
     assert d.decode is not None and d.decode.worker == a.decode.worker
 
