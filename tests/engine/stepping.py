@@ -36,9 +36,14 @@ from tests.fakes import (
 MODEL = "stub@1"
 
 
+def config(seqs: int = 8, tokens: int = 64, chunk: int = 64, mark: float = 0.0) -> SchedulerConfig:
+    """A scheduler's budgets, wide where nothing is said."""
+    return SchedulerConfig(seqs, tokens, chunk, mark)
+
+
 @dataclass
 class CheckingRunner:
-    """Runs the stub and holds every step against the budgets.
+    """Runs the stub and keeps every step, which ``check`` holds against the budgets.
 
     ``poison`` names the rows of a step, computed all the same, for which no token is to be had.
     """
@@ -49,7 +54,6 @@ class CheckingRunner:
     poison: Callable[[SchedulerOutput], Sequence[int]] | None = None
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        self.check(output)
         self.steps.append(output)
         result = self.stub.execute(output)
         rows = self.poison(output) if self.poison is not None else ()
@@ -105,7 +109,7 @@ class Bench:
 
     num_blocks: int
     block_size: int = 4
-    config: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(8, 64, 64, 0.0))
+    config: SchedulerConfig = field(default_factory=config)
     owner: CountingOwner = field(default_factory=CountingOwner)
 
     def __post_init__(self) -> None:
@@ -166,6 +170,18 @@ class Bench:
         self.sequences[spec.request_id] = sequence
         return sequence
 
+    def add_joined(self, name: str, num_prompt: int, max_tokens: int = 9) -> SequenceState:
+        """A request that joins with its whole prompt and token 1."""
+        sequence = self.join(stub_spec(name, range(num_prompt), max_tokens))
+        assert sequence is not None
+        return sequence
+
+    def add_half(self, name: str, num_computed: int, num_prompt: int = 14) -> SequenceState:
+        """A request that joins with the first positions of its prompt."""
+        sequence = self.join(stub_spec(name, range(num_prompt), 2), num_computed)
+        assert sequence is not None
+        return sequence
+
     def pin(self, name: str, block_id: int) -> None:
         """A lease on a sealed block."""
         self.pool.pin(block_id)
@@ -189,11 +205,26 @@ class Bench:
         """Names of the waiting sequences, first in line first."""
         return [s.key.request_id for s in self.engine.scheduler.waiting]
 
+    def has_preempted(self) -> bool:
+        """Whether a preempted sequence waits."""
+        return self.engine.scheduler.has_preempted
+
+    def preemptions(self) -> list[int]:
+        """How often each sequence was preempted, in order of submission."""
+        return [sequence.num_preemptions for sequence in self.sequences.values()]
+
+    def scheduled(self) -> list[int]:
+        """Tokens of each sequence of the last step."""
+        return [len(share.token_ids) for share in self.runner.steps[-1].sequences]
+
     def step(self) -> bool:
         """One step, audited."""
         self.num_steps += 1
         self.clock.now += 1.0
+        before = len(self.runner.steps)
         computed = self.engine.step()
+        for output in self.runner.steps[before:]:
+            self.runner.check(output)  # here: the engine ends a batch whose step raises
         found = self.audit()
         assert found.consistent, found.problems
         assert sum(found.counts.values()) == self.num_blocks

@@ -70,9 +70,12 @@ def test_the_table_is_still_there_when_the_owner_hears_of_the_end() -> None:
     bench.assert_empty()
 
 
+@pytest.mark.parametrize("chunk", [3, 8])
 @pytest.mark.parametrize("length", range(1, 14))
-def test_a_prefill_seals_every_position_once_and_ends_with_its_first_token(length: int) -> None:
-    bench = Bench(8, config=SMALL)
+def test_a_prefill_seals_every_position_once_and_ends_with_its_first_token(
+    length: int, chunk: int
+) -> None:
+    bench = Bench(8, config=SchedulerConfig(8, 64, chunk, 0.0))
     sequence = bench.submit(stub_spec("a", range(length), 9), prefill_only=True)
     bench.run()
     sealed = [block for p in bench.owner.progress for block in p.sealed]
@@ -189,6 +192,8 @@ def test_a_request_ends_at_the_same_token_however_many_were_delivered_before(
     bench.submit(spec)
     bench.run()
     assert bench.owner.tokens("a") == stub_output(range(6), 5)[delivered:]
+    indexes = [share.output_index for step in bench.runner.steps for share in step.sequences]
+    assert indexes == list(range(delivered, 5)), "part of the generator's key"
     finish = bench.owner.progress[-1].finish
     assert finish is not None and finish.reason is reason
     assert (finish.stop_reason is not None) == (limit == "stop id")

@@ -164,6 +164,9 @@ def test_the_classes_come_from_the_owners_and_no_count_of_the_pool(data: st.Data
     found = house.audit()
     assert found.counts == COUNTS
     assert not found.consistent, "four blocks are no longer free"
+    for audited in found.blocks:
+        tables = [t for t in house.tables.values() if audited.block_id in t.block_ids]
+        assert audited.ref_count == len(tables)
 
 
 STRONGEST_FIRST = [
