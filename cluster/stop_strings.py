@@ -25,14 +25,14 @@ class StopStrings:
 
         Returns:
             (text that may be shown, the stop string found). Once one is found, what follows it is
-            dropped; of several the one that begins first counts, then the longest.
+            dropped; of several the one that is complete first counts, then the longest.
         """
         text = self._held + text
-        found = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            at, _, stop = min(found)
+        ends = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
+        if ends:
+            end, _, stop = min(ends)
             self._held = ""
-            return text[:at], stop
+            return text[: end - len(stop)], stop
         keep = self._longest_beginning(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
