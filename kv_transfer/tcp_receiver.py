@@ -1,0 +1,158 @@
+"""Takes a source's answers off a connection: header, bytes straight into the pool, trailer.
+
+Owns how a received block is verified and where the bytes of a cancelled one go. Knows neither what
+was asked for next nor how the connection came about.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvferry.kv_transfer.connector import Move, ReadId, ReadStatus
+from kvferry.kv_transfer.digest import block_digest
+from kvferry.kv_transfer.memory import PoolMemory
+from kvferry.kv_transfer.read_queue import Tamper
+from kvferry.kv_transfer.tcp_wire import HEADER, TRAILER, BlockStatus, BrokenStream
+
+SCRATCH_BYTES = 256 * 1024
+
+_ENDS = {BlockStatus.STALE: ReadStatus.STALE, BlockStatus.REFUSED: ReadStatus.FAILED}
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One block of a read. ``ended`` is how its read ended, None until it has."""
+
+    read_id: ReadId
+    index: int
+    move: Move
+    ended: ReadStatus | None = None
+    cancelled: bool = False
+
+
+class TargetPool:
+    """The pool that blocks are read into.
+
+    Attributes:
+        memory: the own pool.
+        checksum: verify the source's digest of blocks that were announced without one.
+        tamper: fault injection between receipt and verification; None in production.
+    """
+
+    def __init__(self, memory: PoolMemory, checksum: bool, tamper: Tamper | None) -> None:
+        self.memory = memory
+        self.checksum = checksum
+        self.tamper = tamper
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+
+    def asks_digest(self, move: Move) -> bool:
+        """Whether the source is to compute a digest for this block."""
+        return self.checksum and move.digest is None
+
+    def room(self, wanted: Wanted, received: int) -> memoryview:
+        """Where the block's bytes from ``received`` on go; nowhere of ours once cancelled."""
+        if wanted.cancelled:
+            return self._scratch[: self.memory.block_bytes - received]
+        return memoryview(self.memory.blocks[wanted.move.target])[received:]
+
+    def verify(self, wanted: Wanted, status: BlockStatus, digest: int) -> ReadStatus:
+        """How the read of a block ends whose bytes have all come.
+
+        The source's last word is heard first: bytes of another life are STALE, whatever they are.
+        """
+        if wanted.cancelled:
+            return ReadStatus.FAILED  # reported to nobody
+        move = wanted.move
+        target = self.memory.blocks[move.target]
+        if self.tamper is not None:
+            self.tamper(move, target)
+        if status is not BlockStatus.VALID:
+            return _ENDS[status]
+        expected = digest if self.asks_digest(move) else move.digest
+        if expected is not None and block_digest(target) != expected:
+            return ReadStatus.CORRUPT
+        return ReadStatus.OK
+
+
+class _Stage(Enum):
+    HEADER = auto()
+    BLOCK = auto()
+    TRAILER = auto()
+
+
+class Receiver:
+    """The incoming half of one connection. Answers come in the order of the requests."""
+
+    def __init__(self, connection: socket.socket, pool: TargetPool) -> None:
+        self._connection = connection
+        self._pool = pool
+        self._stage = _Stage.HEADER
+        self._head = memoryview(bytearray(HEADER.size))
+        self._tail = memoryview(bytearray(TRAILER.size))
+        self._count = 0  # bytes received in this stage
+        self._digest = 0
+
+    def receive(self, wanted: Wanted) -> None:
+        """Take what has come of the answer for ``wanted``; sets its end if that is all of it.
+
+        Raises BlockingIOError if nothing has come, OSError if nothing will, and BrokenStream if
+        what came is no answer to this request.
+        """
+        match self._stage:
+            case _Stage.HEADER:
+                if self._fill(self._head):
+                    self._take_header(wanted)
+            case _Stage.BLOCK:
+                self._count += self._receive_into(self._pool.room(wanted, self._count))
+                if self._count == self._pool.memory.block_bytes:
+                    self._next(_Stage.TRAILER)
+            case _Stage.TRAILER:
+                if self._fill(self._tail):
+                    self._take_trailer(wanted)
+
+    def _take_header(self, wanted: Wanted) -> None:
+        value, index, read_id, generation, length, self._digest = HEADER.unpack(self._head)
+        status = _status(value)
+        asked = (wanted.read_id, wanted.index, wanted.move.source.generation)
+        if (read_id, index, generation) != asked:
+            raise BrokenStream(f"answer to {(read_id, index, generation)}, wanted {asked}")
+        block_bytes = self._pool.memory.block_bytes if status is BlockStatus.VALID else 0
+        if length != block_bytes:
+            raise BrokenStream(f"{status.name} block of {length} bytes, wanted {block_bytes}")
+        if status is BlockStatus.VALID:
+            self._next(_Stage.BLOCK)
+        else:
+            self._next(_Stage.HEADER)
+            wanted.ended = _ENDS[status]
+
+    def _take_trailer(self, wanted: Wanted) -> None:
+        value, index = TRAILER.unpack(self._tail)
+        status = _status(value)
+        if index != wanted.index:
+            raise BrokenStream(f"trailer of block {index}, wanted {wanted.index}")
+        self._next(_Stage.HEADER)
+        wanted.ended = self._pool.verify(wanted, status, self._digest)
+
+    def _next(self, stage: _Stage) -> None:
+        self._stage = stage
+        self._count = 0
+
+    def _fill(self, buffer: memoryview) -> bool:
+        """Receive into ``buffer`` behind what it holds; whether it is full now."""
+        self._count += self._receive_into(buffer[self._count :])
+        return self._count == len(buffer)
+
+    def _receive_into(self, buffer: memoryview) -> int:
+        count = self._connection.recv_into(buffer)
+        if not count:
+            raise ConnectionResetError("the source hung up")
+        return count
+
+
+def _status(value: int) -> BlockStatus:
+    try:
+        return BlockStatus(value)
+    except ValueError as error:
+        raise BrokenStream(f"unknown block status {value}") from error

@@ -1,0 +1,298 @@
+"""The source's side of TCP: one thread that answers handshakes and serves all readers.
+
+Owns the listener and the connections; ``tcp_sender`` decides what each of them sends. Whatever
+knocks, the door stays open for the next: a handshake that is malformed, oversized, slow, meant for
+another life or from an incompatible pool is refused, counted, and leaves no state.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from kvferry.kv_transfer.compatibility import check_compatible
+from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
+from kvferry.kv_transfer.handshake import HandshakeRefused
+from kvferry.kv_transfer.tcp_sender import BlockSender, ServedPool
+from kvferry.kv_transfer.tcp_wire import (
+    BrokenStream,
+    decode_hello,
+    encode_refusal,
+    encode_welcome,
+    format_address,
+    take_message,
+    tune,
+)
+
+LISTEN_BACKLOG = 128
+ACCEPT_RETRY_S = 0.05  # pause after a failed accept, which out of descriptors would repeat at once
+RECEIVE_BYTES = 64 * 1024
+SEND_QUANTUM_BYTES = 1 << 20  # then the next reader has its turn
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLimits:
+    """Bounds of a source.
+
+    Attributes:
+        handshake_timeout_s: how long a reader has for its hello, however it spreads it.
+        silence_timeout_s: after which a reader whose host does not answer is given up.
+        max_pending: readers that have connected and not yet been greeted.
+        max_connections: all connections.
+        socket_buffer_bytes: fixed kernel buffers; None lets them size themselves.
+    """
+
+    handshake_timeout_s: float = 2.0
+    silence_timeout_s: float = 20.0
+    max_pending: int = 32
+    max_connections: int = 256
+    socket_buffer_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A connection. ``deadline`` ends its handshake; None once it is greeted."""
+
+    connection: socket.socket
+    sender: BlockSender
+    deadline: float | None
+    interest: int = selectors.EVENT_READ
+    received: bytearray = field(default_factory=bytearray)
+
+
+class TcpSource:
+    """Serves ``pool`` from a daemon thread until ``close``. The pool's memory stays the caller's.
+
+    Attributes:
+        info: the description that readers get: the one given, with the address chosen here.
+        answered: handshakes that ended with a greeting.
+        refused: refused handshakes and broken connections by reason.
+        num_connections: open connections.
+    """
+
+    def __init__(
+        self,
+        info: PeerInfo,
+        pool: ServedPool,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise_host: str | None = None,
+        limits: SourceLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.answered = 0
+        self.refused: Counter[str] = Counter()
+        self._pool = pool
+        self._limits = limits
+        self._clock = clock
+        self._readers: list[_Reader] = []
+        self._accept_again_at: float | None = None
+        reachable = _reachable(host if advertise_host is None else advertise_host)
+        self._listener = _listen(host, port)
+        self.info = replace(
+            info, address=format_address(reachable, self._listener.getsockname()[1])
+        )
+        self._stopping = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="kvferry-tcp-source", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, greeted or not."""
+        return len(self._readers)
+
+    def close(self) -> None:
+        """Hang up on everybody and end the thread; idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        for reader in list(self._readers):
+            self._drop(reader)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_fd)
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            for key, events in self._selector.select(self._wait_s()):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Reader):
+                    self._handle(key.data, events)
+            self._refuse_slow()
+            self._resume_accepting()
+
+    def _wait_s(self) -> float | None:
+        """Seconds until the next deadline, if there is one."""
+        due = [reader.deadline for reader in self._readers if reader.deadline is not None]
+        if self._accept_again_at is not None:
+            due.append(self._accept_again_at)
+        return max(0.0, min(due) - self._clock()) if due else None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            self.refused["accept_failed"] += 1
+            self._selector.unregister(self._listener)
+            self._accept_again_at = self._clock() + ACCEPT_RETRY_S
+            return
+        try:
+            self._admit(connection)
+        except HandshakeRefused as refusal:
+            self.refused[refusal.reason] += 1
+            connection.close()
+        except OSError:
+            self.refused["failed"] += 1
+            connection.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Wait for a reader's hello, if there is room."""
+        num_pending = sum(reader.deadline is not None for reader in self._readers)
+        limits = self._limits
+        if num_pending >= limits.max_pending or len(self._readers) >= limits.max_connections:
+            raise HandshakeRefused("crowded", "too many connections are open: try again")
+        tune(connection, limits.silence_timeout_s, limits.socket_buffer_bytes)
+        deadline = self._clock() + limits.handshake_timeout_s
+        reader = _Reader(connection, BlockSender(self._pool), deadline)
+        self._selector.register(connection, reader.interest, reader)
+        self._readers.append(reader)
+
+    def _handle(self, reader: _Reader, events: int) -> None:
+        """Take what has come and send what can go; a reader that breaks the rules is dropped."""
+        with self._dropping_on_error(reader):
+            if events & selectors.EVENT_READ:
+                self._receive(reader)
+            if reader.deadline is None:
+                reader.sender.send(reader.connection, SEND_QUANTUM_BYTES)
+            self._update_interest(reader)
+
+    @contextmanager
+    def _dropping_on_error(self, reader: _Reader) -> Iterator[None]:
+        try:
+            yield
+        except HandshakeRefused as refusal:
+            self.refused[refusal.reason] += 1
+            self._say_refused(reader, refusal)
+            self._drop(reader)
+        except BrokenStream:
+            self.refused["malformed"] += 1
+            self._drop(reader)
+        except OSError:  # it has hung up or is gone
+            self._drop(reader)
+        except Exception:  # the boundary of the loop: one reader must not end the others
+            self.refused["failed"] += 1
+            self._drop(reader)
+
+    def _receive(self, reader: _Reader) -> None:
+        try:
+            data = reader.connection.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        if not data and reader.deadline is not None:
+            raise HandshakeRefused("malformed", "the reader hung up before its hello was complete")
+        if not data:
+            raise ConnectionResetError("the reader hung up")
+        reader.received += data
+        if reader.deadline is not None:
+            self._greet(reader)
+        if reader.deadline is None:
+            reader.sender.feed(reader.received)
+
+    def _greet(self, reader: _Reader) -> None:
+        """Answer the hello once all of it is there."""
+        packet = take_message(reader.received)
+        if packet is None:
+            return
+        hello = decode_hello(packet)
+        ourselves = (self.info.worker_id, self.info.epoch)
+        if hello.source != ourselves:
+            raise HandshakeRefused(
+                "wrong_receiver", f"this is worker {ourselves}, not {hello.source}: ask membership"
+            )
+        try:
+            check_compatible(self.info, hello.reader, same_host=False)
+        except IncompatiblePeer as error:
+            raise HandshakeRefused("incompatible", str(error)) from error
+        reader.sender.say(encode_welcome(self.info))
+        reader.deadline = None
+        self.answered += 1
+
+    def _update_interest(self, reader: _Reader) -> None:
+        """Read while there is room for requests, write while there is something to send."""
+        interest = 0 if reader.sender.is_full else selectors.EVENT_READ
+        if reader.sender.has_output:
+            interest |= selectors.EVENT_WRITE
+        if interest != reader.interest:
+            self._selector.modify(reader.connection, interest, reader)
+            reader.interest = interest
+
+    def _say_refused(self, reader: _Reader, refusal: HandshakeRefused) -> None:
+        try:
+            reader.connection.send(encode_refusal(refusal))
+        except OSError:
+            return  # it has hung up already
+
+    def _refuse_slow(self) -> None:
+        now = self._clock()
+        for reader in list(self._readers):
+            if reader.deadline is not None and reader.deadline <= now:
+                self.refused["slow"] += 1
+                self._drop(reader)
+
+    def _resume_accepting(self) -> None:
+        if self._accept_again_at is not None and self._accept_again_at <= self._clock():
+            self._accept_again_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _drop(self, reader: _Reader) -> None:
+        self._readers.remove(reader)
+        self._selector.unregister(reader.connection)
+        reader.connection.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(LISTEN_BACKLOG)
+        listener.setblocking(False)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise TransferFailed(
+            f"cannot listen for readers at {format_address(host, port)} ({error}): "
+            "choose another address, or port 0 for a free one"
+        ) from error
+
+
+def _reachable(host: str) -> str:
+    """``host`` as a numeric address that readers can use. Raises TransferFailed."""
+    try:
+        address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise TransferFailed(f"cannot resolve the own host name {host!r} ({error})") from error
+    if address.is_unspecified:
+        raise TransferFailed(
+            f"readers cannot reach {host}: give the address of this host that they should use"
+        )
+    return str(address)
