@@ -100,8 +100,7 @@ class Command:
 
     def assert_nothing_lives_on(self) -> None:
         """Every process of this run ends by itself, soon after the command."""
-        _, alive = psutil.wait_procs(self.family(), timeout=SOON_S)
-        assert alive == [], alive
+        eventually("every process of the run has ended", self.family, lambda alive: not alive)
 
     def __enter__(self) -> Self:
         return self
