@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.kv_transfer.connector import BlockResult, ReadStatus
 from kvferry.kv_transfer.faults import PROBABILITIES, FaultPlan, FaultyConnector, InvalidFaultPlan
-from tests.kv_transfer.helpers import Host, Pair, make_pair
+from tests.kv_transfer.helpers import Host, Pair, Settled, make_pair
 
 MakeFaulty = Callable[[FaultPlan], tuple[Pair, FaultyConnector]]
 
@@ -22,7 +22,7 @@ MakeFaulty = Callable[[FaultPlan], tuple[Pair, FaultyConnector]]
 def make_faulty(host: Host) -> MakeFaulty:
     def make(plan: FaultPlan) -> tuple[Pair, FaultyConnector]:
         pair = make_pair(host)
-        faulty = FaultyConnector(pair.reader.connector, plan)
+        faulty = FaultyConnector(Settled(pair.reader.connector), plan)
         pair.peer = faulty.connect(pair.source.connector.local_info())
         return pair, faulty
 
@@ -126,7 +126,7 @@ def test_a_stall_passes(host: Host) -> None:
     plan = FaultPlan(stall=0.5, stall_s=2.0)
     rng = Random(0)
     rng.random = iter([0.1, 0.9]).__next__  # type: ignore[method-assign]
-    faulty = FaultyConnector(pair.reader.connector, plan, rng)
+    faulty = FaultyConnector(Settled(pair.reader.connector), plan, rng)
     faulty.start_read(pair.peer, [pair.source.move(0, 0)])
     assert faulty.poll(0.0) == []
     assert statuses(faulty.poll(2.0)) == [ReadStatus.OK]
