@@ -15,7 +15,6 @@ from kvferry.engine.request import Attempt
 from kvferry.worker import messages as m
 from tests.fakes import RecordingListener, stub_spec
 
-
 PREFILL = m.PrefillStats(0.25, 1.0, 2)
 
 

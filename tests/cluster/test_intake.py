@@ -1,0 +1,360 @@
+"""Intake: every field is taken as given, or refused by its name with what was got and wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.cluster.errors import UnknownModel
+from kvferry.cluster.intake import (
+    DEFAULT_MAX_TOKENS,
+    INT32_MAX,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    Intake,
+    ServedModel,
+)
+from kvferry.engine.chat import ChatTemplate
+from kvferry.engine.request import InvalidRequest, PromptTooLong, SamplingParams
+from kvferry.engine.tokenizer import Tokenizer
+from kvferry.protos import kvferry_pb2 as pb
+from tests.engine.tiny_gguf import TEMPLATE
+from tests.engine.tiny_tokenizers import byte_level
+from tests.fakes import stub_layout
+
+VOCAB, MAX_LEN = 300, 32
+
+
+class Bits:
+    """A source of random bits that counts, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, bits: int) -> int:
+        self.asked.append(bits)
+        return len(self.asked)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    byte_level(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def make(folder: Path) -> Callable[[], tuple[Intake, Bits]]:
+    tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder)
+    model = ServedModel("tiny", "1", "llama", "float32", stub_layout(4), MAX_LEN, VOCAB, (2,))
+
+    def build() -> tuple[Intake, Bits]:
+        bits = Bits()
+        return Intake(model, tokenizer, template, bits), bits
+
+    return build
+
+
+@pytest.fixture
+def intake(make: Callable[[], tuple[Intake, Bits]]) -> Intake:
+    return make()[0]
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    fields.setdefault("text", "hello")
+    return pb.GenerateRequest(**fields)
+
+
+def sampled(**fields: Any) -> pb.GenerateRequest:
+    return request(sampling=pb.SamplingParams(**fields))
+
+
+def refused(intake: Intake, made: pb.GenerateRequest) -> str:
+    """The message of the refusal."""
+    with pytest.raises(InvalidRequest) as caught:
+        intake.prepare(made)
+    return str(caught.value)
+
+
+# --- what is taken -----------------------------------------------------------------------------
+
+
+def test_a_bare_request_takes_the_defaults(make: Callable[[], tuple[Intake, Bits]]) -> None:
+    intake, _ = make()
+    spec = intake.prepare(request(text="hello"))
+    assert spec.prompt_token_ids == tuple(intake.tokenize("hello"))
+    assert spec.suffixes == ((),)
+    assert spec.eos_token_ids == (2,)
+    assert spec.max_model_len == MAX_LEN
+    assert spec.cache_salt == ""
+    default = SamplingParams()
+    assert spec.sampling == SamplingParams(
+        max_tokens=DEFAULT_MAX_TOKENS, seed=spec.sampling.seed, temperature=default.temperature
+    )
+
+
+def test_every_supported_field_reaches_the_specification(intake: Intake) -> None:
+    spec = intake.prepare(
+        request(
+            model="tiny",
+            cache_salt="salt",
+            sampling=pb.SamplingParams(
+                max_tokens=7,
+                temperature=0.5,
+                top_p=0.25,
+                top_k=3,
+                seed=2**64 - 1,
+                n=1,
+                stop=["a", "b"],
+                stop_token_ids=[5, 6],
+                ignore_eos=True,
+                skip_special_tokens=False,
+            ),
+        )
+    )
+    assert spec.cache_salt == "salt"
+    assert spec.sampling == SamplingParams(
+        7, 0.5, 3, 0.25, 2**64 - 1, ("a", "b"), (5, 6), True, False
+    )
+
+
+def test_the_id_is_128_random_bits_and_the_client_s_own_is_only_a_label(
+    make: Callable[[], tuple[Intake, Bits]],
+) -> None:
+    intake, bits = make()
+    ids = {intake.prepare(request(request_id="mine")).request_id for _ in range(3)}
+    assert len(ids) == 3 and "mine" not in ids
+    assert all(len(i) == 32 and int(i, 16) >= 0 for i in ids)
+    assert bits.asked.count(128) == 3
+
+
+def test_a_seed_is_drawn_only_if_none_is_given(make: Callable[[], tuple[Intake, Bits]]) -> None:
+    intake, bits = make()
+    assert intake.prepare(sampled(seed=0)).sampling.seed == 0, "0 is a seed"
+    assert bits.asked == [128]
+    drawn = [intake.prepare(request()).sampling.seed for _ in range(2)]
+    assert bits.asked == [128, 63, 128, 63, 128]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_prompt_may_be_text_ids_or_chat(intake: Intake) -> None:
+    assert intake.prepare(request(text="hello")).prompt_token_ids == tuple(intake.tokenize("hello"))
+    given_ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0, 5, VOCAB - 1]))
+    assert intake.prepare(given_ids).prompt_token_ids == (0, 5, VOCAB - 1)
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")])
+    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert intake.chat_text(chat) == expected
+    spec = intake.prepare(pb.GenerateRequest(chat=chat))
+    assert spec.prompt_token_ids == tuple(intake.tokenize(expected))
+    assert spec.prompt_token_ids[0] == 1, "markup is recognised as its token"
+
+
+def test_a_prompt_one_below_the_limit_is_taken(intake: Intake) -> None:
+    made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * (MAX_LEN - 1)))
+    assert len(intake.prepare(made).prompt_token_ids) == MAX_LEN - 1
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [MAX_LEN, MAX_LEN + 1, 10 * MAX_LEN])
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(
+    intake: Intake, length: int
+) -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        intake.prepare(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length)))
+    assert f"{length} tokens" in str(caught.value)
+    assert f"takes {MAX_LEN}" in str(caught.value)
+    assert f"at most {MAX_LEN - 1}" in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, -(2**31), 2**31 - 1])
+def test_an_id_outside_the_vocabulary_is_refused_by_value(intake: Intake, token: int) -> None:
+    made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, token, 6]))
+    assert f"token_ids: token id {token}, wanted 0 to {VOCAB - 1}" in refused(intake, made)
+    message = refused(intake, sampled(stop_token_ids=[5, token]))
+    assert f"stop_token_ids: got {token}, wanted 0 to {VOCAB - 1}" in message
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (pb.GenerateRequest(), "input: none given"),
+        (pb.GenerateRequest(text=""), "text: the prompt has no tokens"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids: the prompt has no tokens"),
+        (pb.GenerateRequest(chat=pb.ChatInput()), "chat.messages: empty"),
+    ],
+    ids=["nothing", "no text", "no ids", "no messages"],
+)
+def test_an_empty_prompt_is_refused_by_its_field(
+    intake: Intake, made: pb.GenerateRequest, named: str
+) -> None:
+    assert named in refused(intake, made)
+
+
+def test_another_model_is_refused_with_both_names(intake: Intake) -> None:
+    intake.check_model("")
+    intake.check_model("tiny")
+    with pytest.raises(UnknownModel, match=r"'huge' is not served here, 'tiny' is"):
+        intake.prepare(request(model="huge"))
+
+
+# below, above, and what is no number; then what just fits
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "max_tokens": ([0, -1, -(2**31)], [1, INT32_MAX]),
+    "temperature": (
+        [-0.001, -math.inf, 100.001, math.inf, math.nan],
+        [0.0, -0.0, 1e-300, 0.7, 100.0],
+    ),
+    "top_p": ([0.0, -0.0, -1.0, 1.0000001, math.inf, -math.inf, math.nan], [1e-300, 0.5, 1.0]),
+    "top_k": ([-1, -(2**31)], [0, 1, INT32_MAX]),
+    "n": ([0, -1, 2, 100], [1]),
+    "seed": ([], [0, 1, 2**64 - 1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (bad, _) in RANGES.items() for value in bad]
+)
+def test_a_value_out_of_range_is_refused_by_field_and_value(
+    intake: Intake, name: str, value: Any
+) -> None:
+    message = refused(intake, sampled(**{name: value}))
+    assert message.startswith(f"{name}: got {value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (_, good) in RANGES.items() for value in good]
+)
+def test_a_value_at_the_border_is_taken(intake: Intake, name: str, value: Any) -> None:
+    sampling = intake.prepare(sampled(**{name: value})).sampling
+    if name != "n":
+        assert getattr(sampling, name) == value
+
+
+@pytest.mark.parametrize(
+    ("stops", "named"),
+    [
+        (["x"] * (MAX_STOP_STRINGS + 1), f"stop: {MAX_STOP_STRINGS + 1} strings, wanted at most"),
+        (["ok", ""], "stop: a string of 0 characters"),
+        (["x" * (MAX_STOP_STRING_LENGTH + 1)], f"stop: a string of {MAX_STOP_STRING_LENGTH + 1}"),
+    ],
+    ids=["too many", "empty", "too long"],
+)
+def test_stop_strings_are_bounded(intake: Intake, stops: list[str], named: str) -> None:
+    assert named in refused(intake, sampled(stop=stops))
+    most = ["x" * MAX_STOP_STRING_LENGTH] * MAX_STOP_STRINGS
+    assert intake.prepare(sampled(stop=most)).sampling.stop == tuple(most)
+
+
+# --- no field is forgotten ---------------------------------------------------------------------
+
+SUPPORTED_SAMPLING: dict[str, Any] = {
+    "max_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "seed": 5,
+    "n": 1,
+    "stop": ["x"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+}
+SUPPORTED_REQUEST: dict[str, Any] = {
+    "request_id": "label",
+    "model": "tiny",
+    "text": "hello",
+    "token_ids": pb.TokenIds(ids=[5]),
+    "chat": pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")]),
+    "sampling": pb.SamplingParams(max_tokens=5),
+    "cache_salt": "salt",
+    "echo_prompt_token_ids": True,
+}
+
+
+def names_of(message: Any) -> list[str]:
+    return [field.name for field in message.DESCRIPTOR.fields]
+
+
+def some_value(field: Any) -> Any:
+    """A value that says something."""
+    kind = FieldDescriptor
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return {5: 1.0}
+    value: Any = {
+        kind.CPPTYPE_STRING: "x",
+        kind.CPPTYPE_BOOL: True,
+        kind.CPPTYPE_DOUBLE: 0.5,
+        kind.CPPTYPE_FLOAT: 0.5,
+    }.get(field.cpp_type, 5)
+    return value
+
+
+@pytest.mark.parametrize("name", names_of(pb.SamplingParams))
+def test_every_sampling_field_is_supported_or_refused_by_name(intake: Intake, name: str) -> None:
+    """A field added to the contract fails here until it is one or the other."""
+    if name in SUPPORTED_SAMPLING:
+        intake.prepare(sampled(**{name: SUPPORTED_SAMPLING[name]}))
+        return
+    value = some_value(pb.SamplingParams.DESCRIPTOR.fields_by_name[name])
+    message = refused(intake, sampled(**{name: value}))
+    assert message.startswith(f"{name}: not supported")
+    if isinstance(value, bool | int | float):  # also where the value is the usual one
+        nothing = type(value)(0)
+        assert refused(intake, sampled(**{name: nothing})).startswith(f"{name}: not supported")
+
+
+@pytest.mark.parametrize("name", names_of(pb.GenerateRequest))
+def test_every_request_field_is_supported_or_refused_by_name(intake: Intake, name: str) -> None:
+    if name in SUPPORTED_REQUEST:
+        made = pb.GenerateRequest(**{name: SUPPORTED_REQUEST[name]})
+        if made.WhichOneof("input") is None:
+            made.text = "hello"
+        intake.prepare(made)
+        return
+    value = some_value(pb.GenerateRequest.DESCRIPTOR.fields_by_name[name])
+    assert refused(intake, request(**{name: value})).startswith(f"{name}: not supported")
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(
+    st.builds(
+        pb.SamplingParams,
+        max_tokens=st.none() | st.integers(-(2**31), INT32_MAX),
+        temperature=st.none() | st.floats(),
+        top_p=st.none() | st.floats(),
+        top_k=st.none() | st.integers(-(2**31), INT32_MAX),
+        n=st.none() | st.integers(-(2**31), INT32_MAX),
+        stop=st.lists(st.text(max_size=3), max_size=3),
+        stop_token_ids=st.lists(st.integers(-(2**31), INT32_MAX), max_size=3),
+    ),
+    st.text(max_size=40) | st.lists(st.integers(-5, VOCAB + 5), max_size=40),
+)
+def test_whatever_comes_is_taken_within_bounds_or_refused(
+    intake: Intake, sampling: pb.SamplingParams, prompt: str | list[int]
+) -> None:
+    made = pb.GenerateRequest(sampling=sampling)
+    if isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+    try:
+        spec = intake.prepare(made)
+    except InvalidRequest as error:
+        assert str(error)
+        return
+    got = spec.sampling
+    assert got.max_tokens >= 1 and 0.0 <= got.temperature <= 100.0
+    assert 0.0 < got.top_p <= 1.0 and got.top_k >= 0
+    assert all(got.stop) and all(0 <= i < VOCAB for i in got.stop_token_ids)
+    assert 0 < len(spec.prompt_token_ids) < MAX_LEN
+    assert all(0 <= i < VOCAB for i in spec.prompt_token_ids)
