@@ -10,14 +10,17 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import ray
 
 from kvferry.cluster.config import Config
+
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def init_ray(config: Config) -> bool:
@@ -43,41 +46,46 @@ def init_ray(config: Config) -> bool:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Answer SIGINT after ``ray.init``, and take back the handlers that it puts in place of ours.
+    """Answer signals after ``ray.init``, and take back the handlers that it puts in place of ours.
 
-    Meanwhile Ray answers SIGTERM with SystemExit; here it means what SIGINT means.
+    SIGINT is held back (a second one is not). Ray answers SIGTERM with SystemExit, which Python
+    drops if it meets a hook; the wake-up socket has seen the signal nevertheless.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers, so Ray has left them alone
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [(number, handler) for number in numbers if (handler := signal.getsignal(number))]
-    interrupted = _LaterSignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit as error:
-        signal.alarm(0)  # Ray's crash handler has set one that would abort the process in 3 s
-        raise KeyboardInterrupt from error
-    finally:
-        for number, handler in handlers:
-            signal.signal(number, handler)
-    interrupted.answer()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    seen, wake_up = socket.socketpair()
+    with seen, wake_up:
+        wake_up.setblocking(False)
+        before = signal.set_wakeup_fd(wake_up.fileno())
+        signal.signal(signal.SIGINT, _held_once(handlers[signal.SIGINT]))
+        try:
+            yield
+        except SystemExit as error:
+            signal.alarm(0)  # Ray's crash handler has set one that would abort the process in 3 s
+            raise KeyboardInterrupt from error
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in handlers.items():
+                if handler is not None:  # else it was not set from Python
+                    signal.signal(number, handler)
+        wake_up.shutdown(socket.SHUT_WR)
+        numbers = set(seen.recv(4096))
+    for number, handler in handlers.items():
+        if number in numbers and callable(handler):
+            signal.alarm(0)  # as above
+            handler(number, None)
 
 
-class _LaterSignal:
-    """Holds a signal back until ``answer``; the second one goes to the handler at once."""
+def _held_once(handler: Handler) -> Callable[[int, FrameType | None], None]:
+    """A handler that does nothing the first time and what ``handler`` does from then on."""
+    came = False
 
-    def __init__(self, number: signal.Signals) -> None:
-        self._number = number
-        self._came = False
-        self._handler = signal.signal(number, self._received)
+    def received(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came and callable(handler):
+            handler(number, frame)
+        came = True
 
-    def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._came and callable(self._handler):
-            self._handler(number, frame)
-        self._came = True
-
-    def answer(self) -> None:
-        """Do now what the signal was to do, if it came."""
-        if self._came and callable(self._handler):
-            self._handler(self._number, None)
+    return received

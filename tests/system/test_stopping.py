@@ -7,15 +7,19 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 
 import pytest
+import ray
 
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.cli.signals import StopSignals
 from kvferry.cluster.client import AsyncClient
+from kvferry.cluster.config import Config
 from kvferry.cluster.errors import PortUnavailable, WorkerLost
 from kvferry.cluster.grpc_server import GrpcServer, check_port
 from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.router import RouterConfig
 from kvferry.cluster.router_node import RouterNode
 from kvferry.engine.chat import ChatTemplate
@@ -77,3 +81,27 @@ def test_an_interrupt_that_was_lost_in_a_hook_is_raised_by_the_next_news() -> No
             progress.stage("x", 1, 2)
         with pytest.raises(KeyboardInterrupt):
             signals.started()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_signal_while_ray_connects_is_answered_and_the_handlers_come_back(
+    number: signal.Signals, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected = []
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        with contextlib.suppress(SystemExit) if lost else contextlib.nullcontext():
+            os.kill(os.getpid(), number)
+        connected.append(True)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with StopSignals():
+        handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+        with pytest.raises(KeyboardInterrupt):
+            init_ray(Config())
+        assert connected or (number is signal.SIGTERM and not lost)
+        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
