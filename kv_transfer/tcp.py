@@ -47,7 +47,7 @@ class TcpConnector:
     uses.
 
     Attributes:
-        source: the source's counters.
+        source, served: the counters of handshakes and of blocks sent.
     """
 
     def __init__(
@@ -104,9 +104,10 @@ class TcpConnector:
             layout=layout,
             num_blocks=memory.num_blocks,
         )
+        self.served = ServedPool(memory, epoch)
         self.source = TcpSource(
             info,
-            ServedPool(memory, epoch),
+            self.served,
             host=host,
             port=port,
             advertise_host=advertise_host,

@@ -123,12 +123,14 @@ class Host:
         model: str = MODEL,
         blocks_per_poll: int = 1000,
         seed: int = 0,
+        **options: Any,
     ) -> Worker:
         common: dict[str, Any] = {
             "worker_id": worker_id,
             "epoch": epoch,
             "model": model,
             "layout": layout,
+            **options,
         }
         made = self._make(common, num_blocks, layout.block_bytes(), blocks_per_poll)
         fill(made.memory, seed, generation=3)
@@ -140,8 +142,10 @@ class Host:
     ) -> Worker:
         if self.kind == "local":
             private = allocate_private(num_blocks, block_bytes)
-            common["blocks_per_poll"] = blocks_per_poll
-            return Worker(private, LocalConnector(self.fabric, private, **common))
+            return Worker(
+                private,
+                LocalConnector(self.fabric, private, blocks_per_poll=blocks_per_poll, **common),
+            )
         common["bytes_per_poll"] = blocks_per_poll * block_bytes
         if self.kind == "tcp":
             private = allocate_private(num_blocks, block_bytes)
@@ -178,9 +182,13 @@ class Pair:
         return results
 
 
-def make_pair(host: Host, *, num_blocks: int = 8, blocks_per_poll: int = 1000) -> Pair:
-    source = host.worker("source", epoch=SOURCE_EPOCH, num_blocks=num_blocks, seed=1)
-    reader = host.worker("reader", num_blocks=num_blocks, blocks_per_poll=blocks_per_poll, seed=2)
+def make_pair(
+    host: Host, *, num_blocks: int = 8, blocks_per_poll: int = 1000, **options: Any
+) -> Pair:
+    source = host.worker("source", epoch=SOURCE_EPOCH, num_blocks=num_blocks, seed=1, **options)
+    reader = host.worker(
+        "reader", num_blocks=num_blocks, blocks_per_poll=blocks_per_poll, seed=2, **options
+    )
     return Pair(source, reader, reader.connector.connect(source.connector.local_info()))
 
 
