@@ -253,5 +253,5 @@ class RouterMachine(RuleBasedStateMachine):
 
 TestRouterMachine = RouterMachine.TestCase
 TestRouterMachine.settings = settings(
-    max_examples=80, stateful_step_count=50, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine.request import RequestId
@@ -44,6 +44,7 @@ def decode_or_refuse(data: bytes) -> Envelope | None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body.__name__))
 def test_every_message_comes_back_as_it_went(body: type[Any]) -> None:
+    @settings(max_examples=30)
     @given(envelopes(body))
     def check(envelope: Envelope) -> None:
         again = decode(encode(envelope))

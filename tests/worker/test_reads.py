@@ -320,5 +320,5 @@ class ReadsMachine(RuleBasedStateMachine):
 
 TestReadsMachine = ReadsMachine.TestCase
 TestReadsMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
