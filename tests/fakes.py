@@ -40,11 +40,12 @@ def stub_next(values: Sequence[int] | NDArray[np.int64]) -> int:
     return total % STUB_VOCAB
 
 
-def stub_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the stub model answers to a prompt."""
+def stub_output(prompt: Sequence[int], num_tokens: int, shift: int = 0) -> list[int]:
+    """What the stub model answers to a prompt; ``shift`` perturbs its logits."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(stub_next([stub_value(t, p) for p, t in enumerate(tokens)]))
+        token = stub_next([stub_value(t, p) for p, t in enumerate(tokens)])
+        tokens.append((token + shift) % STUB_VOCAB)
     return tokens[len(prompt) :]
 
 
@@ -52,7 +53,8 @@ def stub_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class StubRunner:
     """A ``ModelRunner`` over raw pool bytes ``[num_blocks, block_bytes]``.
 
-    ``may_compute`` is asked before each share is computed and may raise.
+    ``fail_next`` makes the next step raise, ``forbid_prompt`` every step with prompt positions;
+    ``shift`` perturbs the logits.
     """
 
     blocks: NDArray[np.uint8]
@@ -60,6 +62,7 @@ class StubRunner:
     num_steps: int = 0
     fail_next: bool = False
     forbid_prompt: bool = False
+    shift: int = 0
     batches: list[int] = field(default_factory=list)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -84,7 +87,7 @@ class StubRunner:
         if not share.sample:
             return None
         table = np.asarray(share.block_table)
-        return stub_next(slots[table].reshape(-1)[:end])
+        return (stub_next(slots[table].reshape(-1)[:end]) + self.shift) % STUB_VOCAB
 
 
 class FakeClock:

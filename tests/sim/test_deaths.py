@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.worker.messages import Envelope, Role
-from tests.fakes import stub_spec
+from tests.fakes import stub_output, stub_spec
 from tests.sim.cluster import SimCluster
 from tests.sim.test_protocol import submit_mix
 
@@ -137,16 +137,19 @@ def test_prefill_killed_after_token_one_leaves_the_delivered_token_standing() ->
 
 
 def test_delivered_tokens_stand_even_when_the_retry_would_sample_another() -> None:
-    """Token 1 delivered, its worker killed, the next attempt's model perturbed."""
+    """Token 1 delivered, its workers killed, the logits of those that remain perturbed."""
     cluster = SimCluster(num_prefill=2, num_decode=2)
     cluster.run(1.5)
-    listener = cluster.submit(stub_spec("r", range(30, 53), 8))
+    prompt = list(range(30, 53))
+    listener = cluster.submit(stub_spec("r", prompt, 8))
     assert cluster.run(10, lambda: len(listener.tokens) == 1)
     first = listener.tokens[0]
     for sim in cluster.workers:
-        cluster_kills = sim.ref.node_id.endswith("-0")
-        if cluster_kills:
+        if sim.ref.node_id.endswith("-0"):
             cluster.kill(sim)
+        else:
+            sim.runner.shift = 1
     cluster.run_until_ended(30)
-    assert listener.tokens[0] == first
-    cluster.assert_exact()
+    assert stub_output(prompt, 1, shift=1) != [first], "the retry would sample another token 1"
+    assert listener.tokens == [first, *stub_output([*prompt, first], 7, shift=1)]
+    assert [end.error for end in listener.ends] == [None]
