@@ -93,6 +93,11 @@ class MultiConnector:
         self._info = replace(infos[0], endpoints=every)
 
     @property
+    def parts(self) -> tuple[TamperableConnector, ...]:
+        """The connectors, in the order of the endpoints."""
+        return tuple(self._connectors.values())
+
+    @property
     def tamper(self) -> Tamper | None:
         """Fault injection between copy and verification; None in production."""
         return next(iter(self._connectors.values())).tamper
