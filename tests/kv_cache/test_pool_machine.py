@@ -137,6 +137,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert wanted + bool(tail_shared and count) > before[1], "refused, yet it would fit"
             assert (table.block_ids, self.free_blocks()) == before
             return False
+        wanted = -(-(start + count + look_ahead) // self.size)
+        assert len(table.block_ids) == max(wanted, len(before[0]))
         for source, target in copies:
             self.memory[target] = list(self.memory[source])
         for position, token in enumerate(self.fresh(count), start):
@@ -173,7 +175,8 @@ class PoolMachine(RuleBasedStateMachine):
             wanted = self.chain().at(index, request.tokens)
             assert self.pool.blocks[block.block_id].block_hash == wanted
             self.close(block.block_id)
-        assert table.num_sealed >= len(request.tokens) // self.size
+        whole = len(request.tokens) + (self.size - 1 if partial else 0)
+        assert table.num_sealed >= whole // self.size
 
     @precondition(lambda self: self.complete() and len(self.held) < MOST_REQUESTS)
     @rule(number=picks, at_most=st.integers(1, 4))
