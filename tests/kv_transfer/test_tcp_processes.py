@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -25,7 +26,8 @@ from tests.kv_transfer.tcp_ends import RawReader, dial, soon, tcp_of
 NUM_BLOCKS = 16
 ROOT = Path(__file__).parents[2]
 BIG = layout_with(num_layers=64, num_kv_heads=8, head_dim=64)  # 1 MiB a block
-SMALL = {"socket_buffer_bytes": 256 * 1024}  # most blocks cannot leave before their reader reads
+# Most blocks cannot leave before their reader reads.
+SMALL: dict[str, Any] = {"socket_buffer_bytes": 256 * 1024}
 
 SOURCE = """
 import resource, sys
