@@ -93,9 +93,8 @@ class RealCluster(SimCluster):
         """One block as ``[layer, plane, head, slot, dim]``."""
         assert self.model is not None
         layout = kv_layout(self.model.config, self.block_size, "float32")
-        return (
-            self.memories[sim.ref].blocks[block_id].view(np.float32).reshape(layout.block_shape())
-        )
+        raw: NDArray[np.float32] = self.memories[sim.ref].blocks[block_id].view(np.float32)
+        return raw.reshape(layout.block_shape())
 
     def close(self) -> None:
         """Give the pools back."""

@@ -140,7 +140,7 @@ def test_tokens_equal_the_reference_when_a_byte_of_a_block_flips_in_flight(
     model: LlamaModel, prompts: dict[str, list[int]], golden: dict[str, list[int]]
 ) -> None:
     cluster = RealCluster(model=model)
-    flipped = []
+    flipped: list[object] = []
 
     def flip_once(move: object, target: Any) -> None:
         if not flipped:

@@ -6,7 +6,7 @@ connector, and a transport whose faults the test decides message by message.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,11 +220,9 @@ class SimCluster:
             if sim.alive and sim.ref.node_id == name:
                 sim.worker.deliver(envelope, now)
 
-    def _post(self, outbox: object) -> None:
-        queue = outbox
-        assert hasattr(queue, "popleft")
-        while queue:
-            self._send(queue.popleft())
+    def _post(self, outbox: deque[Envelope]) -> None:
+        while outbox:
+            self._send(outbox.popleft())
 
     def _send(self, envelope: Envelope) -> None:
         self.sent[type(envelope.body).__name__] += 1
@@ -259,7 +257,7 @@ class SimCluster:
 
     def leftovers(self) -> list[str]:
         """What live workers and the router still hold; empty when clean."""
-        found = []
+        found: list[str] = []
         for sim in self.workers:
             if not sim.alive:
                 continue

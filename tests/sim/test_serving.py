@@ -141,7 +141,7 @@ def test_a_lost_word_about_a_cancel_is_healed_by_the_lists(kind: str, count: int
 def test_a_corrupted_block_is_read_again_and_the_stream_stays_right() -> None:
     cluster = started()
     decode = cluster.named("decode")
-    flipped = []
+    flipped: list[bool] = []
 
     def flip_once(move: object, target: object) -> None:
         if not flipped:

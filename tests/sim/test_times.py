@@ -12,8 +12,10 @@ from tests.sim.cluster import SimCluster
 @pytest.mark.parametrize("colocated", [False, True])
 def test_no_second_of_the_time_to_first_token_counts_twice(colocated: bool) -> None:
     """Also not for the requests that wait, at their decode worker, for a full pool's blocks."""
-    counts = {"num_prefill": 0, "num_decode": 0, "num_colocated": 1} if colocated else {}
-    cluster = SimCluster(decode_blocks=8, **counts)
+    separate, both = (0, 1) if colocated else (1, 0)
+    cluster = SimCluster(
+        num_prefill=separate, num_decode=separate, num_colocated=both, decode_blocks=8
+    )
     cluster.run(1.5)
     assert cluster.router is not None
     for i in range(4):
