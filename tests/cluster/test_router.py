@@ -206,11 +206,12 @@ def test_what_was_delivered_before_is_dropped_and_only_the_rest_is_told() -> Non
     assert listener.tokens == [100, 101, 102, 103]
 
 
-def test_a_gap_asks_for_a_replay_and_delivers_nothing_until_it_is_closed() -> None:
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_gap_asks_for_a_replay_and_delivers_nothing_until_it_is_closed(first: int) -> None:
     bench = Bench()
     request = decoding(bench)
     listener = bench.listeners["r"]
-    bench.tokens(request, 4, 104, finish="length")
+    bench.tokens(request, first, *range(100 + first, 105), finish="length")
     assert listener.tokens == [100, 101] and not listener.ends
     assert bench.drain() == [("decode-0", m.Replay(*key(request), 2))]
     bench.tokens(request, 2, 102, 103, 104, finish="length")

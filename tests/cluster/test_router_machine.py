@@ -35,7 +35,9 @@ workers = st.sampled_from(WORKERS)
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Messages are drawn about real and unreal requests, present and older attempts, from any
+    """The token of an output index is the index, so that a lost or repeated one shows.
+
+    Messages are drawn about real and unreal requests, present and older attempts, from any
     worker, right or wrong; clients come and go, workers die and come back.
     """
 
@@ -69,18 +71,18 @@ class RouterMachine(RuleBasedStateMachine):
         live = request.request_id in self.bench.router.requests
         assert self.bench.router.cancel(request.request_id, self.bench.now) == live
 
-    @rule(request=requests, token=st.integers(0, 9))
-    def goes_on(self, request: RoutedRequest, token: int) -> None:
+    @rule(request=requests)
+    def goes_on(self, request: RoutedRequest) -> None:
         """The next thing that happens when all is well."""
         bench = self.bench
         if request.state is RequestState.RESERVING:
             bench.grant(request)
         elif request.prefill is not None and not request.delivered[request.first_own_index :]:
-            bench.first_token(request, token)
+            bench.first_token(request, len(request.delivered))
         elif request.decode is not None:
             limit = request.spec.sampling.max_tokens
             finish = "length" if len(request.delivered) + 1 == limit else None
-            bench.tokens(request, len(request.delivered), token, finish=finish)
+            bench.tokens(request, len(request.delivered), len(request.delivered), finish=finish)
 
     further = goes_on  # twice as often as anything that goes wrong
 
@@ -93,18 +95,16 @@ class RouterMachine(RuleBasedStateMachine):
         outcome = m.ReserveOutcome.FULL if full else m.ReserveOutcome.GRANTED
         self.say(request, Leg.DECODE, where, m.ReserveReply(*key(request), outcome, missing))
 
-    @rule(
-        request=requests, tokens=st.lists(st.integers(0, 9), max_size=2), where=st.none() | workers
-    )
-    def first_token(self, request: RoutedRequest, tokens: list[int], where: str | None) -> None:
+    @rule(request=requests, empty=st.booleans(), where=st.none() | workers)
+    def first_token(self, request: RoutedRequest, empty: bool, where: str | None) -> None:
         stats = m.PrefillStats(0.0, 0.0, 1)
-        done = m.PrefillDone(*key(request), tuple(tokens), stats)
+        done = m.PrefillDone(*key(request), () if empty else (request.first_own_index,), stats)
         self.say(request, Leg.PREFILL, where, done)
 
     @rule(
         request=requests,
         behind=st.integers(-2, 2),
-        tokens=st.lists(st.integers(0, 9), max_size=3),
+        count=st.integers(0, 3),
         finish=st.sampled_from([None, None, "stop", "length"]),
         where=st.none() | workers,
     )
@@ -112,12 +112,12 @@ class RouterMachine(RuleBasedStateMachine):
         self,
         request: RoutedRequest,
         behind: int,
-        tokens: list[int],
+        count: int,
         finish: str | None,
         where: str | None,
     ) -> None:
         first = max(0, len(request.delivered) + behind)
-        event = m.TokenEvent(*key(request), 0, first, tuple(tokens), finish)
+        event = m.TokenEvent(*key(request), 0, first, tuple(range(first, first + count)), finish)
         self.say(request, Leg.DECODE, where, m.TokenEvents((event,)))
 
     @rule(
@@ -191,7 +191,7 @@ class RouterMachine(RuleBasedStateMachine):
             live = request.request_id in self.bench.router.requests
             accepted = request.arrival > 0
             assert len(listener.ends) == (0 if live or not accepted else 1)
-            assert listener.tokens == request.delivered
+            assert listener.tokens == request.delivered == list(range(len(listener.tokens)))
             assert len(request.token_times) == len(request.delivered)
             for end in listener.ends:
                 assert (end.error is not None) == (end.finish.reason.value == "error")

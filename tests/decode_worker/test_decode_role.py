@@ -148,6 +148,14 @@ def test_a_newer_attempt_replaces_the_older_one_and_not_the_reverse() -> None:
     assert bench.made.pool.num_free == 13
 
 
+def test_an_older_attempt_that_was_never_here_does_not_replace_a_newer_one() -> None:
+    bench = DecodeBench()
+    bench.reserve(attempt=LATER)
+    bench.reserve(attempt=ATTEMPT)
+    assert failures(bench) == [("r", 1, FailureCause.ENDED)]
+    assert [key[1] for key in bench.role.legs] == [LATER]
+
+
 def test_an_attempt_that_has_ended_does_not_begin_again() -> None:
     bench = DecodeBench()
     bench.reserve()

@@ -206,6 +206,15 @@ def test_a_token_that_is_no_integer_is_refused() -> None:
             decode(bytes_of(parts))
 
 
+@pytest.mark.parametrize("pair", [[], ["free"], ["free", 1, 2], "free", {"free": 1}])
+def test_a_pair_of_another_length_is_refused(pair: object) -> None:
+    report = m.AuditReport(1, 4, 32, (("free", 64),), (), ())
+    parts = parts_of(Envelope(SENDER, RECEIVER, 1, 1, report))
+    parts[5][3][0] = pair
+    with pytest.raises(BadMessage, match=r"AuditReport\.counts"):
+        decode(bytes_of(parts))
+
+
 def test_a_whole_number_serves_as_a_float() -> None:
     beat = Envelope(SENDER, RECEIVER, 0, 0, m.WorkerHeartbeat(m.LoadReport(), 2.0))
     parts = parts_of(beat)

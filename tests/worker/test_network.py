@@ -229,6 +229,16 @@ def test_what_was_sent_before_the_end_still_arrives(nodes: Callable[..., Node]) 
     assert [e.seq for e in receiver.take(200)] == list(range(200))
 
 
+def test_what_was_sent_before_a_start_that_ends_at_once_still_arrives(
+    nodes: Callable[..., Node],
+) -> None:
+    sender, receiver = nodes(start=False), nodes()
+    sender.network.send([(receiver.network.address, envelope(1))])
+    sender.network.start()
+    sender.network.stop()
+    assert receiver.take(1) == [envelope(1)]
+
+
 def test_the_end_is_quick_even_with_messages_for_nobody_and_may_come_twice(
     nodes: Callable[..., Node],
 ) -> None:
