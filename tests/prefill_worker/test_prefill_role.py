@@ -402,6 +402,18 @@ def test_a_reader_s_lists_release_what_two_in_a_row_omit() -> None:
     assert bench.is_empty()
 
 
+def test_an_acknowledgement_between_two_lists_shows_that_the_reader_wants_it() -> None:
+    bench = PrefillBench()
+    bench.ask(length=10)
+    bench.step(2)
+    bench.read(m.PullList(()))
+    bench.acknowledge(4)
+    bench.read(m.PullList(()))
+    assert len(bench.role.jobs) == 1
+    bench.read(m.PullList(()))
+    assert bench.is_empty()
+
+
 def test_a_reader_s_list_carries_its_progress() -> None:
     bench = PrefillBench()
     bench.ask(length=10)
