@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -340,6 +341,45 @@ def test_a_source_that_stalls_leaves_the_read_open_and_one_that_hangs_up_fails_i
     assert [r.status for r in collect(reader.connector, 3)] == [FAILED] * 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index": 1},
+        {"read_id": 2},
+        {"generation": 4},
+        {"length": LAYOUT.block_bytes() - 1},
+        {"length": 0},
+        {"status": 3},
+        {"last_index": 1},
+        {"last": 3},
+    ],
+)
+def test_an_answer_to_another_request_fails_the_connection(
+    raw_source: RawSource, tcp_host: Host, change: dict[str, int]
+) -> None:
+    """Its bytes are the right ones, so that nothing but its fields can tell."""
+    reader, peer, connection = joined(raw_source, tcp_host)
+    source = tcp_host.workers[0]
+    reader.connector.start_read(peer, [source.move(0, b, digest=False) for b in range(2)])
+    assert reader.connector.poll(0.0) == []
+    request = read_requests(connection, 2)[0]
+    block = source.memory.blocks[0]
+    said = {
+        "status": BlockStatus.VALID,
+        "index": request.index,
+        "read_id": request.read_id,
+        "generation": request.generation,
+        "length": LAYOUT.block_bytes(),
+        "digest": block_digest(block),
+        "last": BlockStatus.VALID,
+        "last_index": request.index,
+    } | change
+    head = list(said.values())
+    connection.sendall(HEADER.pack(*head[:6]) + block.tobytes() + TRAILER.pack(*head[6:]))
+    assert [r.status for r in collect(reader.connector, 2)] == [FAILED] * 2
+    assert is_hung_up(connection)
+
+
 def hostile(request_bytes: int) -> st.SearchStrategy[bytes]:
     """Answers of the right length with wrong fields, cut ones, and rubbish."""
     statuses, indexes = st.integers(0, 5), st.integers(0, 3)
@@ -468,6 +508,24 @@ def test_more_requests_than_a_source_takes_in_advance_are_all_answered_in_order(
     thread.start()
     assert [reader.answer()[1] for _ in range(count)] == list(range(count))
     thread.join()
+
+
+def test_a_reader_that_asks_and_never_listens_cannot_fill_the_source(
+    raw_reader: tuple[Worker, RawReader],
+) -> None:
+    """Its requests stay in the network once the source has taken its share of them."""
+    _, reader = raw_reader
+    requests = b"".join(reader.request(i, block_id=0) for i in range(1000))
+    reader.connection.setblocking(False)
+    taken = refused = 0
+    while refused < 1000:
+        try:
+            taken += reader.connection.send(requests)
+            refused = 0
+        except BlockingIOError:
+            refused += 1
+            time.sleep(0)
+        assert taken < 64 << 20, "the source takes whatever it is told"
 
 
 def test_a_request_of_an_unknown_kind_ends_its_connection_only(
