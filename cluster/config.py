@@ -37,7 +37,7 @@ _LATER_KEYS = {
     "prefill": ("resources",),
     "decode": ("resources",),
     "colocated": ("resources",),
-    "transfer": ("read_timeout", "max_unsent_blocks"),
+    "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
     "server": ("http", "metrics", "max_message_bytes", "keepalive", "tls", "auth"),
     "debug": ("kernels", "isa"),

@@ -148,7 +148,8 @@ class FaultsConfig(_Section):
 class TransferConfig(_Section):
     """How blocks move and how workers and router say what they still want.
 
-    ``stall_limit`` bounds a lease whose reader makes no progress; ``max_in_flight_blocks`` is per
+    ``stall_limit`` bounds a lease whose reader makes no progress, and a worker's step;
+    ``read_timeout`` a read that gives no block; ``max_in_flight_blocks`` is per
     peer; ``checksum`` auto verifies every block.
     """
 
@@ -156,6 +157,7 @@ class TransferConfig(_Section):
     checksum: Literal["auto", "always", "never"] = "auto"
     list_period: Annotated[Duration, Field(ge=0.01, le=60)] = 1.0
     stall_limit: Annotated[Duration, Field(ge=0.1, le=3600)] = 30.0
+    read_timeout: Annotated[Duration, Field(ge=0.1, le=3600)] = 10.0
     heartbeat: Annotated[Duration, Field(ge=0.01, le=60)] = 0.5
     max_in_flight_blocks: Count = 64
     faults: FaultsConfig = FaultsConfig()

@@ -74,10 +74,11 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         at its ``yield``, and a client's leaving must cancel the request at once.
         """
         node = self._node
+        received_at = node.clock()
         stream = _Stream()
         try:
             spec = await asyncio.to_thread(node.intake.prepare, request)
-            routed = node.submit(spec, stream.emit)
+            routed = node.submit(spec, stream.emit, received_at)
         except Exception as error:  # the call's boundary: every error becomes a status
             await _fail(context, error)
         request_id = routed.request_id
@@ -149,7 +150,7 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
                     epoch=router.ref.epoch,
                     pid=os.getpid(),
                     num_in_flight=len(router.requests),
-                    host=_host(node),
+                    host=socket.gethostname(),
                 )
             ],
             workers=workers,
@@ -191,10 +192,6 @@ async def _fail(context: Context, error: Exception, request_id: str = "") -> NoR
         logger.error("request %s failed: %s", request_id or "(none)", error, exc_info=error)
     await context.abort(failure.code, failure.details, failure.trailing_metadata)
     raise AssertionError("abort raises")
-
-
-def _host(node: RouterNode) -> str:
-    return next((d.member.peer_info.host_id for d in node.descriptions.values()), "")
 
 
 def check_port(address: str) -> None:

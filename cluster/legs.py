@@ -88,11 +88,11 @@ class Legs:
 
     def reserve(self, request: RoutedRequest, placement: Placement) -> None:
         """Ask the decode worker for the request's blocks, delivered tokens included."""
-        request.decode_worker = placement.decode.node_id
+        request.decode_ref = placement.decode
         request.prefill_here = placement.prefill is None
         request.planned_prefill = placement.prefill
         if request.prefill_here:
-            request.prefill_worker = placement.decode.node_id
+            request.prefill_ref = placement.decode
         spec = replace(request.spec, suffixes=(tuple(request.delivered),))
         body = m.Reserve(spec, request.attempt, request.prefill_here)
         request.decode = Ticket(placement.decode, body, self.send(placement.decode, body))
@@ -109,15 +109,19 @@ class Legs:
         self.workers.uncount_prefill(request.request_id)
 
     def granted(self, request: RoutedRequest, worker: NodeRef) -> None:
-        """The decode worker holds the blocks."""
+        """The decode worker holds the blocks; if it computes the prompt, that begins."""
         request.full = False
         self.workers.set_waiting(request.request_id, worker, waits=False)
+        if request.prefill_here:
+            self.workers.count_prefill(request.request_id, worker, request.num_kv_prompt)
 
     def prefill(
         self, request: RoutedRequest, decode: Ticket, target: NodeRef, missing_from: int
     ) -> None:
         """Ask a prefill worker to compute the prompt for the decode worker."""
-        request.prefill_worker = target.node_id
+        request.prefill_ref = target
+        if request.decision is not None:
+            request.decision.prefill_worker = target.node_id
         body = m.PrefillRequest(decode.body.spec, request.attempt, decode.worker, missing_from)
         request.prefill = Ticket(target, body, self.send(target, body))
         self.workers.count_prefill(request.request_id, target, request.num_kv_prompt)

@@ -1,9 +1,10 @@
 """Placement: which workers serve a request, from a snapshot. Pure.
 
 ``LeastLoaded`` takes the decode worker whose pool is least promised (tokens placed there over
-its capacity) and the prefill worker with the fewest tokens outstanding. A worker that has not
-reported its load is never taken for idle: it is not eligible. A decode worker where a request
-already waits for blocks is not eligible either, so that nobody overtakes it.
+its capacity), of those that have room now if any has, and the prefill worker with the fewest
+tokens outstanding. A worker that has not reported its load is never taken for idle: it is not
+eligible. A decode worker where a request already waits for blocks is not eligible either, so that
+nobody overtakes it there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class WorkerView:
 
     Attributes:
         capacity_tokens: positions that its pool holds; 0 while its load is unknown.
+        free_tokens: positions that its free blocks hold, when it last told.
         prefill_tokens: tokens of prefills placed there and not done.
         decode_tokens: positions of requests placed there and not ended.
         has_waiting: a request there waits for blocks.
@@ -34,6 +36,7 @@ class WorkerView:
     decode_tokens: int
     has_waiting: bool
     connected_to: frozenset[NodeRef]
+    free_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,12 @@ class LeastLoaded:
             w for w in workers if Role.DECODE in w.roles and w.capacity_tokens and not w.has_waiting
         ]
         for decode in sorted(
-            candidates, key=lambda w: (w.decode_tokens / w.capacity_tokens, w.ref.node_id)
+            candidates,
+            key=lambda w: (
+                w.free_tokens < num_tokens,
+                w.decode_tokens / w.capacity_tokens,
+                w.ref.node_id,
+            ),
         ):
             if Role.PREFILL in decode.roles:
                 if self._has_room(decode, num_tokens, windowed=True):

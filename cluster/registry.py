@@ -54,6 +54,7 @@ class WorkerRecord:
             sum(self.decode.values()),
             self.waiting is not None,
             self.connected_to(),
+            (self.load.num_free_blocks if self.load is not None else 0) * self.block_size,
         )
 
 

@@ -16,10 +16,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from kvferry.cluster.decisions import Decision
+from kvferry.cluster.errors import RequestPoisoned, WorkerLost
 from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.errors import KVFerryError
-from kvferry.worker.messages import DecodeStats, NodeRef, PrefillRequest, PrefillStats, Reserve
+from kvferry.kv_transfer.connector import TransferFailed
+from kvferry.worker.messages import (
+    DecodeStats,
+    FailureCause,
+    NodeRef,
+    PrefillRequest,
+    PrefillStats,
+    Reserve,
+)
 
 
 class RequestState(Enum):
@@ -82,6 +92,9 @@ class RoutedRequest:
         attempt: the current attempt; events of any other are dropped.
         full: the decode worker keeps a place but has no blocks yet.
         decode, prefill: the legs placed for the current attempt.
+        failures: attempts in a row that have failed since a token was last delivered.
+        past_preemptions, past_recomputed, past_chunks: what earlier attempts counted.
+        gap_stats: decode's figures for the gap to token 2, if decode sampled that token.
         dispatched_at: when the first leg that computes was first sent.
         waiting_since: since when no worker could take it (placement waits at most worker_wait).
     """
@@ -101,17 +114,34 @@ class RoutedRequest:
     planned_prefill: NodeRef | None = None
     prefill_here: bool = False
     num_attempts: int = 1
+    failures: int = 0
+    past_preemptions: int = 0
+    past_recomputed: int = 0
+    past_chunks: int = 0
     dispatched_at: float | None = None
-    prefill_worker: str | None = None
-    decode_worker: str | None = None
+    prefill_ref: NodeRef | None = None
+    decode_ref: NodeRef | None = None
     prefill_stats: PrefillStats | None = None
+    first_prefill_stats: PrefillStats | None = None
     decode_stats: DecodeStats | None = None
+    gap_stats: DecodeStats | None = None
+    decision: Decision | None = None
     end: RequestEnd | None = None
 
     @property
     def request_id(self) -> RequestId:
         """The request's id."""
         return self.spec.request_id
+
+    @property
+    def prefill_worker(self) -> str | None:
+        """Name of the worker that last was to compute the prompt."""
+        return self.prefill_ref.node_id if self.prefill_ref is not None else None
+
+    @property
+    def decode_worker(self) -> str | None:
+        """Name of the worker that last was to decode."""
+        return self.decode_ref.node_id if self.decode_ref is not None else None
 
     @property
     def num_kv_prompt(self) -> int:
@@ -123,6 +153,44 @@ class RoutedRequest:
         """Output index of the first token that the current attempt samples."""
         ticket = self.decode
         return len(ticket.body.spec.suffixes[0]) if ticket is not None else len(self.delivered)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Over all attempts and both legs; a worker that did both reports it once, as decode's."""
+        return self.past_preemptions + self._over_legs("num_preemptions")
+
+    @property
+    def recomputed_prompt_tokens(self) -> int:
+        """Prompt positions computed again, by preemption or by a new attempt."""
+        return self.past_recomputed + self._over_legs("recomputed_prompt_tokens")
+
+    @property
+    def num_prefill_chunks(self) -> int:
+        """Steps that computed prompt positions, over all attempts."""
+        own = self.prefill_stats.num_chunks if self.prefill_stats is not None else 0
+        return self.past_chunks + own
+
+    def _over_legs(self, name: str) -> int:
+        decode, prefill = self.decode_stats, self.prefill_stats
+        total: int = getattr(decode, name) if decode is not None else 0
+        if prefill is not None and (decode is None or decode.prefill is None):
+            total += getattr(prefill, name)
+        return total
+
+    def expects_stats(self, sender: NodeRef, attempt: Attempt) -> bool:
+        """Whether the prefill's figures of this attempt are unknown, and this worker's to tell."""
+        unknown = self.prefill_stats is None and self.attempt == attempt
+        return unknown and self.prefill_ref == sender
+
+    def count_past_attempt(self) -> None:
+        """Keep what the attempt that has failed counted; what it computed will be again."""
+        self.past_preemptions = self.num_preemptions
+        self.past_recomputed = self.recomputed_prompt_tokens
+        self.past_chunks = self.num_prefill_chunks
+        if self.prefill_stats is not None:
+            self.past_recomputed += len(self.spec.prompt_token_ids)
+        self.first_prefill_stats = self.first_prefill_stats or self.prefill_stats
+        self.prefill_stats = self.decode_stats = None
 
     @property
     def holds_hand_off(self) -> bool:
@@ -144,3 +212,12 @@ class RoutedRequest:
 
 ABORTED = Finish(FinishReason.ABORT)
 FAILED = Finish(FinishReason.ERROR)
+
+
+def error_for(cause: FailureCause, message: str) -> KVFerryError:
+    """What a client is told when the last allowed attempt has failed for this cause."""
+    if cause is FailureCause.TRANSFER:
+        return TransferFailed(message)
+    if cause is FailureCause.STEP:
+        return RequestPoisoned(message)
+    return WorkerLost(message)

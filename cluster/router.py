@@ -12,14 +12,12 @@ should hold and does not name is asked for again, one that it should not hold is
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass
 
-from kvferry.cluster.errors import Overloaded, RequestPoisoned, WorkerLost
+from kvferry.cluster.errors import Internal, Overloaded, WorkerLost
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.lists import compare
-from kvferry.cluster.policy import Placement, Policy
+from kvferry.cluster.policy import Policy
 from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import (
     ABORTED,
@@ -28,36 +26,23 @@ from kvferry.cluster.routed_request import (
     RequestListener,
     RequestState,
     RoutedRequest,
+    error_for,
 )
+from kvferry.cluster.router_config import RouterConfig
+from kvferry.cluster.waiting_line import WaitingLine
 from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
-from kvferry.kv_cache.errors import KVFerryError
-from kvferry.kv_transfer.connector import TransferFailed
 from kvferry.worker import messages as m
-from kvferry.worker.messages import Envelope, FailureCause, Leg, Member, NodeRef, ReserveOutcome
+from kvferry.worker.messages import (
+    Envelope,
+    FailureCause,
+    Leg,
+    Member,
+    NodeRef,
+    ReserveOutcome,
+)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """Limits; times in seconds. ``max_attempts`` counts placements of one request."""
-
-    queue_limit: int = 1024
-    max_attempts: int = 3
-    worker_wait: float = 30.0
-    list_period: float = 1.0
-    heartbeat: float = 0.5
-    heartbeat_timeout: float = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One placement, for ``status``."""
-
-    request: RoutedRequest
-    policy: str
-    placement: Placement
 
 
 class Router:
@@ -71,11 +56,12 @@ class Router:
         self.channels = self._legs.channels
         self.workers = self._legs.workers
         self.outbox = self._legs.outbox
+        self._line = WaitingLine(policy, self._legs)
+        self.decisions = self._line.decisions
         self.requests: dict[RequestId, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
-        self.decisions: deque[Decision] = deque(maxlen=256)
+        self.lost: deque[NodeRef] = deque(maxlen=256)
         self.audits: deque[tuple[NodeRef, m.AuditReport]] = deque(maxlen=256)
-        self._queue: list[RoutedRequest] = []
         self._arrivals = 0
         self._next_lists = 0.0
         self._next_beat = 0.0
@@ -84,7 +70,9 @@ class Router:
     # --- workers ----------------------------------------------------------------------------
 
     def register(self, member: Member, now: float) -> None:
-        """A worker is there; everybody is told."""
+        """A worker is there; everybody is told. Known already: nothing."""
+        if self.workers.get(member.ref) is not None:
+            return
         for older in self.workers.older_lives(member.ref):
             self.worker_died(older, f"its successor of epoch {member.ref.epoch} is here", now)
         self._legs.add_worker(member, now)
@@ -95,6 +83,7 @@ class Router:
             return
         logger.warning("worker %s epoch %d is lost: %s", ref.node_id, ref.epoch, why)
         self.counters["worker_deaths"] += 1
+        self.lost.append(ref)
         for request in list(self.requests.values()):
             if request.decode is not None and request.decode.worker == ref:
                 self._retry(request, FailureCause.SOURCE_LOST, f"{ref.node_id}: {why}", now)
@@ -112,21 +101,32 @@ class Router:
 
     # --- the front door's side --------------------------------------------------------------
 
-    def submit(self, spec: RequestSpec, listener: RequestListener, now: float) -> RoutedRequest:
-        """Take a request in; raises Overloaded when the queue is full."""
-        if len(self._queue) >= self.config.queue_limit:
+    def submit(
+        self,
+        spec: RequestSpec,
+        listener: RequestListener,
+        now: float,
+        received_at: float | None = None,
+    ) -> RoutedRequest:
+        """Take a request in, received ``received_at`` (else now); raises Overloaded."""
+        if len(self._line) >= self.config.queue_limit:
             self.counters["rejected"] += 1
             raise Overloaded(
-                f"{len(self._queue)} requests are waiting, the limit is "
+                f"{len(self._line)} requests are waiting, the limit is "
                 f"{self.config.queue_limit}; try again later",
                 retry_after_s=1.0,
             )
         self._arrivals += 1
         request = RoutedRequest(
-            spec, listener, now, self._arrivals, Attempt(self.ref.epoch, 1), now
+            spec,
+            listener,
+            now if received_at is None else received_at,
+            self._arrivals,
+            Attempt(self.ref.epoch, 1),
+            now,
         )
         self.requests[spec.request_id] = request
-        self._queue.append(request)
+        self._line.add(request, now)
         self.counters["accepted"] += 1
         self._place(now)
         return request
@@ -224,10 +224,12 @@ class Router:
         self._legs.prefill(request, request.decode, target, missing_from)
 
     def _prefill_done(self, sender: NodeRef, done: m.PrefillDone, now: float) -> None:
+        overtaken = self.requests.get(done.request_id)
+        if overtaken is not None and overtaken.expects_stats(sender, done.attempt):
+            overtaken.prefill_stats = done.stats  # even by decode's first event
         request = self._current(sender, done.request_id, done.attempt, Leg.PREFILL)
         if request is None:
             return
-        request.prefill_stats = request.prefill_stats or done.stats
         self.workers.uncount_prefill(request.request_id)
         index = request.first_own_index
         self._deliver_tokens(request, index, done.token_ids, now)
@@ -243,6 +245,8 @@ class Router:
         if event.stats is not None:
             request.decode_stats = event.stats
             request.prefill_stats = request.prefill_stats or event.stats.prefill
+            if len(request.delivered) <= 1 < event.first_index + len(event.token_ids):
+                request.gap_stats = event.stats  # decode sampled token 2
         if request.state is RequestState.PREFILLING:
             request.state = RequestState.DECODING
             self._legs.drop_prefill(request)
@@ -251,7 +255,10 @@ class Router:
                 sender, m.Replay(event.request_id, event.attempt, len(request.delivered))
             )
             return
+        known = len(request.delivered)
         self._deliver_tokens(request, event.first_index, event.token_ids, now)
+        if len(request.delivered) > known:
+            request.failures = 0  # decode has made progress; token 1 alone is none
         complete = len(request.delivered) == event.first_index + len(event.token_ids)
         if request.end is None and event.finish_reason is not None and complete:
             finish = Finish(FinishReason(event.finish_reason), event.stop_reason)
@@ -266,10 +273,18 @@ class Router:
         if not fresh:
             return
         first = len(request.delivered)
-        match = request.listener.on_tokens(first, fresh, now)
+        try:
+            match = request.listener.on_tokens(first, fresh, now)
+        except Exception as error:  # one request's boundary: its neighbours go on
+            logger.exception("request %s: its tokens could not be taken", request.request_id)
+            failed = Internal(f"the front door failed: {type(error).__name__}: {error}")
+            self._end(request, RequestEnd(FAILED, failed), now)
+            return
         accepted = fresh if match is None else fresh[: match.num_tokens]
         request.delivered.extend(accepted)
         request.token_times.extend([now] * len(accepted))
+        if first == 0 and request.decision is not None:
+            request.decision.actual_ttft_s = now - request.received_at
         if match is not None:
             self._end(request, RequestEnd(match.finish), now)
 
@@ -313,6 +328,8 @@ class Router:
             silent = now - record.last_heard
             if silent > self.config.heartbeat_timeout:
                 self.worker_died(record.ref, f"silent for {silent:.1f} s", now)
+            elif (record.step_age_s or 0.0) > self.config.stall_limit:
+                self.worker_died(record.ref, f"in one step for {record.step_age_s:.0f} s", now)
         if now >= self._next_beat:
             self._next_beat = now + self.config.heartbeat
             self._legs.send_heartbeats()
@@ -324,52 +341,44 @@ class Router:
 
     def _give_up_waiting(self, now: float) -> None:
         """Requests that no worker could ever take since ``worker_wait`` end; others wait on."""
-        reasons = self.workers.not_ready_reasons()
-        for request in list(self._queue):
-            if not reasons:
-                request.waiting_since = now
-            elif now - request.waiting_since > self.config.worker_wait:
-                error = WorkerLost(
-                    f"{'; '.join(reasons)} for {self.config.worker_wait:g} s; try again later"
-                )
-                self._end(request, RequestEnd(FAILED, error), now)
+        late, reasons = self._line.overdue(now, self.config.worker_wait)
+        for request in late:
+            error = WorkerLost(
+                f"{'; '.join(reasons)} for {self.config.worker_wait:g} s; try again later"
+            )
+            self._end(request, RequestEnd(FAILED, error), now)
 
     # --- placement, retry, end --------------------------------------------------------------
 
     def _place(self, now: float) -> None:
-        """Place waiting requests in order, until one must wait."""
-        while self._queue:
-            request = self._queue[0]
-            placement = self.policy.place(request.num_kv_prompt, self.workers.views())
-            if placement is None:
-                return
-            self._queue.pop(0)
-            request.state = RequestState.RESERVING
-            self._legs.reserve(request, placement)
-            if request.prefill_here:  # the worker itself measures its wait for blocks
-                request.dispatched_at = request.dispatched_at or now
-            self.decisions.append(Decision(request, self.policy.name, placement))
+        """Place what waits; first whoever waits for one worker's blocks while another has some."""
+        full = [self.requests.get(r.waiting) for r in self.workers if r.waiting is not None]
+        for request in self._line.movable(r for r in full if r is not None):
+            self._requeue(request, now)
+        self._line.place(now)
 
     def _retry(self, request: RoutedRequest, cause: FailureCause, why: str, now: float) -> None:
         """A new attempt, prompt + delivered tokens, within the budget."""
         finish = request.finish_of_delivered()
         if finish is not None:  # only its terminal event was lost
             self._end(request, RequestEnd(finish), now)
-        elif request.num_attempts >= self.config.max_attempts:
-            error = _error_for(cause, f"{why} (attempt {request.num_attempts}, the last allowed)")
-            self._end(request, RequestEnd(FAILED, error), now)
-        else:
-            logger.info("request %s is tried again: %s", request.request_id, why)
-            self.counters["recovered"] += 1
-            request.num_attempts += 1
-            self._requeue(request, now)
+            return
+        if cause is not FailureCause.ENDED:  # that one the worker had let go of by itself
+            request.failures += 1
+        if request.failures >= self.config.max_attempts:
+            why = f"{why} (attempt {request.num_attempts}, the last allowed)"
+            self._end(request, RequestEnd(FAILED, error_for(cause, why)), now)
+            return
+        logger.info("request %s is tried again: %s", request.request_id, why)
+        self.counters["recovered"] += 1
+        request.num_attempts += 1
+        request.count_past_attempt()
+        self._requeue(request, now)
 
     def _requeue(self, request: RoutedRequest, now: float) -> None:
         self._legs.drop(request)
-        request.waiting_since = now
         request.attempt = Attempt(self.ref.epoch, request.attempt.number + 1)
-        request.state = RequestState.QUEUED
-        insort(self._queue, request, key=lambda r: r.arrival)
+        self._line.add(request, now)
 
     def _end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
         """The one place where a request ends."""
@@ -378,18 +387,9 @@ class Router:
         request.end = end
         del self.requests[request.request_id]
         if request.state is RequestState.QUEUED:
-            self._queue.remove(request)
+            self._line.remove(request)
         self._legs.drop(request)
         request.state = RequestState.ENDED
         self.counters[f"finished_{end.finish.reason.value}"] += 1
-        if request.decode_stats is not None:
-            self.counters["preempted"] += request.decode_stats.num_preemptions
+        self.counters["preempted"] += request.num_preemptions
         request.listener.on_end(request, end, now)
-
-
-def _error_for(cause: FailureCause, message: str) -> KVFerryError:
-    if cause is FailureCause.TRANSFER:
-        return TransferFailed(message)
-    if cause is FailureCause.STEP:
-        return RequestPoisoned(message)
-    return WorkerLost(message)

@@ -11,14 +11,14 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
-from kvferry.cluster.router import RouterConfig
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
@@ -63,13 +63,17 @@ class RouterActor:
         self._node: RouterNode | None = None
         self._server: GrpcServer | None = None
 
-    def start(self, workers: list[WorkerDescription]) -> str:
+    def start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
         """Listen and register the workers; returns the gRPC endpoint. Raises PortUnavailable."""
-        return self._call(self._start(workers))
+        return self._call(self._start(model, workers))
 
-    def pid(self) -> int:
-        """The process id."""
-        return os.getpid()
+    def whereabouts(self, node_id: Callable[[object], str]) -> tuple[int, str]:
+        """The process id, and what ``node_id`` says of the host it runs on."""
+        return os.getpid(), node_id(self)
+
+    def lost_workers(self) -> list[NodeRef]:
+        """Workers that this router has taken for dead since it was last asked."""
+        return self._call(self._take_lost())
 
     def register(self, worker: WorkerDescription) -> None:
         """A worker has joined."""
@@ -81,8 +85,7 @@ class RouterActor:
 
     def not_ready_reasons(self) -> list[str]:
         """Why no request could be served now; empty when ready."""
-        assert self._node is not None
-        return self._node.router.workers.not_ready_reasons()
+        return self._call(self._not_ready_reasons())
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Let streams finish for ``grace_s`` seconds, end the rest, close."""
@@ -93,11 +96,18 @@ class RouterActor:
         self._thread.join(5.0)
         self._loop.close()
 
-    async def _start(self, workers: list[WorkerDescription]) -> str:
+    async def _take_lost(self) -> list[NodeRef]:
+        if self._node is None:
+            return []
+        lost = list(self._node.router.lost)
+        self._node.router.lost.clear()
+        return lost
+
+    async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
         settings = self._settings
         folder = Path(settings.model_folder)
         intake = Intake(
-            served_model(workers, settings.served_name),
+            model,
             Tokenizer(folder),
             ChatTemplate.from_folder(folder),
             secrets.randbits,
@@ -110,6 +120,10 @@ class RouterActor:
             self._node.register(worker)
         await self._server.start()
         return self._server.endpoint
+
+    async def _not_ready_reasons(self) -> list[str]:
+        assert self._node is not None
+        return self._node.router.workers.not_ready_reasons()
 
     async def _on_node(self, action: Any) -> None:
         assert self._node is not None

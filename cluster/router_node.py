@@ -15,7 +15,8 @@ from collections.abc import Callable
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.routed_request import RoutedRequest
-from kvferry.cluster.router import Router, RouterConfig
+from kvferry.cluster.router import Router
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.session import Session, SessionItem
 from kvferry.engine.detokenizer import IncrementalDetokenizer
 from kvferry.engine.request import RequestId, RequestSpec
@@ -57,6 +58,9 @@ class RouterNode:
 
     def register(self, description: WorkerDescription) -> None:
         """A worker has started."""
+        name = description.member.ref.node_id
+        for older in [ref for ref in self.descriptions if ref.node_id == name]:
+            del self.descriptions[older]
         self.descriptions[description.member.ref] = description
         self.router.register(description.member, self.clock())
         self._flush()
@@ -66,11 +70,14 @@ class RouterNode:
         self.router.worker_died(ref, why, self.clock())
         self._flush()
 
-    def submit(self, spec: RequestSpec, emit: Callable[[SessionItem], None]) -> RoutedRequest:
+    def submit(
+        self, spec: RequestSpec, emit: Callable[[SessionItem], None], received_at: float
+    ) -> RoutedRequest:
         """Begin a stream; items for the client go to ``emit``. Raises Overloaded."""
         skip = spec.sampling.skip_special_tokens
         detokenizer = IncrementalDetokenizer(self.intake.tokenizer, skip)
-        request = self.router.submit(spec, Session(spec, detokenizer, emit), self.clock())
+        session = Session(spec, detokenizer, emit)
+        request = self.router.submit(spec, session, self.clock(), received_at)
         self._flush()
         return request
 
@@ -123,7 +130,10 @@ class RouterNode:
 
     async def _run_timer(self, period: float) -> None:
         while True:
-            self.router.tick(self.clock())
+            try:
+                self.router.tick(self.clock())
+            except Exception:  # the timer's boundary: a dead timer would be a router that hangs
+                logger.exception("a tick of the router failed")
             self._flush()
             await asyncio.sleep(period)
 

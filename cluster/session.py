@@ -80,5 +80,10 @@ class Session:
         return match
 
     def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
-        """Pass the end on."""
+        """Pass the end on; what an aborted stream has held back of its text comes first."""
+        if end.finish.reason is FinishReason.ABORT:
+            visible, stop = self._stops.push(self._detokenizer.finish())
+            rest = visible + ("" if stop is not None else self._stops.finish())
+            if rest:
+                self._emit(TextDelta(len(request.delivered), (), rest))
         self._emit(SessionEnd(request, end, now))

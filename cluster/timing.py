@@ -35,7 +35,7 @@ def request_timing(request: RoutedRequest, ended_at: float) -> RequestTiming:
     received = request.received_at
     ttft = times[0] - received if times else None
     ttst = times[1] - received if len(times) > 1 else None
-    stats, decode = request.prefill_stats, request.decode_stats
+    stats, decode = request.first_prefill_stats or request.prefill_stats, request.gap_stats
     queue = prefill = delivery = None
     if ttft is not None and stats is not None and request.dispatched_at is not None:
         queue = request.dispatched_at - received + stats.queue_s

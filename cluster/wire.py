@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.cluster.decisions import Decision
 from kvferry.cluster.intake import ServedModel
 from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import RoutedRequest
-from kvferry.cluster.router import Decision, Router
+from kvferry.cluster.router import Router
 from kvferry.cluster.session import SessionEnd, TextDelta
 from kvferry.cluster.timing import RequestTiming, request_timing
 from kvferry.protos import kvferry_pb2 as pb
@@ -36,7 +37,7 @@ def delta(request_id: str, item: TextDelta) -> pb.GenerateResponse:
 def finished(item: SessionEnd) -> pb.GenerateResponse:
     """The terminal event of a request that did not fail."""
     request, finish = item.request, item.end.finish
-    decode, prefill = request.decode_stats, request.prefill_stats
+    decode = request.decode_stats
     body = pb.Finished(
         branch=0,
         finish_reason=finish.reason.value,
@@ -51,22 +52,13 @@ def finished(item: SessionEnd) -> pb.GenerateResponse:
         is_last=True,
         prefill_worker=request.prefill_worker,
         decode_worker=request.decode_worker,
-        num_prefill_chunks=prefill.num_chunks if prefill is not None else 0,
-        num_preemptions=_total(request, "num_preemptions"),
-        recomputed_prompt_tokens=_total(request, "recomputed_prompt_tokens"),
+        num_prefill_chunks=request.num_prefill_chunks,
+        num_preemptions=request.num_preemptions,
+        recomputed_prompt_tokens=request.recomputed_prompt_tokens,
     )
     if finish.stop_reason is not None:
         body.stop_reason = str(finish.stop_reason)
     return pb.GenerateResponse(request_id=request.request_id, finished=body)
-
-
-def _total(request: RoutedRequest, name: str) -> int:
-    """A count over both legs; a worker that did both reports it once, as decode's."""
-    decode, prefill = request.decode_stats, request.prefill_stats
-    total: int = getattr(decode, name) if decode is not None else 0
-    if prefill is not None and (decode is None or decode.prefill is None):
-        total += getattr(prefill, name)
-    return total
 
 
 def _timing(timing: RequestTiming) -> pb.Timing:
@@ -131,6 +123,7 @@ def worker_status(
     """One live worker."""
     load = record.load
     status = pb.WorkerStatus(
+        num_restarts=description.num_restarts,
         worker=_worker(record.ref, description, "ready" if load is not None else "starting"),
         heartbeat_age_s=now - record.last_heard,
     )
@@ -175,7 +168,7 @@ def _worker(ref: NodeRef, description: WorkerDescription, state: str) -> pb.Work
         state=state,
         epoch=ref.epoch,
         pid=description.pid,
-        host=description.member.peer_info.host_id,
+        host=description.host,
         node_id=description.node_id,
         address=description.member.address,
         threads=description.threads,
@@ -204,17 +197,14 @@ def counters(router: Router) -> pb.Counters:
 
 def decision(entry: Decision) -> pb.Decision:
     """One placement."""
-    times = entry.request.token_times
-    prefill = entry.placement.prefill
-    actual = times[0] - entry.request.received_at if times else None
     return pb.Decision(
-        request_id=entry.request.request_id,
+        request_id=entry.request_id,
         policy=entry.policy,
-        prefill_worker=prefill.node_id if prefill is not None else None,
-        decode_worker=entry.placement.decode.node_id,
-        actual_ttft_s=actual,
+        prefill_worker=entry.prefill_worker,
+        decode_worker=entry.decode_worker,
+        actual_ttft_s=entry.actual_ttft_s,
         cached_tokens=0,
-        reason=entry.placement.reason,
+        reason=entry.reason,
     )
 
 

@@ -30,6 +30,14 @@ from kvferry.worker.wanted import WantedMark
 
 
 @dataclass(slots=True)
+class Reading:
+    """One running read: the first positions of its blocks, and when it last gave one."""
+
+    starts: set[int]
+    progress_at: float
+
+
+@dataclass(slots=True)
 class Pull:
     """The blocks of one reservation on their way here, keyed by first position.
 
@@ -39,7 +47,7 @@ class Pull:
 
     source: NodeRef | None = None
     announced: dict[int, AnnouncedBlock] = field(default_factory=dict)
-    reading: dict[ReadId, set[int]] = field(default_factory=dict)
+    reading: dict[ReadId, Reading] = field(default_factory=dict)
     verified: dict[int, int] = field(default_factory=dict)  # first position -> end
     failures: Counter[int] = field(default_factory=Counter)
     verified_until: int = 0
@@ -59,9 +67,14 @@ class Pull:
         while self.verified_until in self.verified:
             self.verified_until = self.verified[self.verified_until]
 
+    def hand_off_received(self, now: float) -> None:
+        """Note how far the pull had come when the last chunk was done."""
+        self.hand_off_at = now
+        self.blocks_before_last_chunk = len(self.verified)
+
     def is_reading(self, start: int) -> bool:
         """Whether a read of the block at ``start`` is running."""
-        return any(start in starts for starts in self.reading.values())
+        return any(start in read.starts for read in self.reading.values())
 
     def stats(self) -> TransferStats:
         """What was moved, and how long it took on this worker's clock."""
@@ -113,6 +126,7 @@ class DecodeLeg:
     decode_wait_s: float | None = None
     first_step_s: float | None = None
     prefill: PrefillStats | None = None
+    told: DecodeStats | None = None
 
     @property
     def first_own_index(self) -> int:
@@ -123,6 +137,14 @@ class DecodeLeg:
     def num_kv_prompt(self) -> int:
         """Positions whose KV must be here before decode can begin."""
         return len(self.request.spec.kv_prompt())
+
+    def new_stats(self) -> DecodeStats | None:
+        """How the leg has gone, if anything of it has changed since it was last told."""
+        stats = self.stats()
+        if stats == self.told and self.finish is None:
+            return None
+        self.told = stats
+        return stats
 
     def stats(self) -> DecodeStats:
         """How the leg has gone so far."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvferry.decode_worker.leg import DecodeLeg
-from kvferry.kv_transfer.connector import BlockResult, Move, Peer, ReadStatus
+from kvferry.decode_worker.leg import DecodeLeg, Reading
+from kvferry.kv_transfer.connector import BlockResult, Move, Peer, ReadStatus, TransferFailed
 from kvferry.worker import messages as m
 from kvferry.worker.messages import AnnouncedBlock, Envelope, FailureCause, LegState, NodeRef
 from kvferry.worker.worker import Worker
@@ -66,8 +66,7 @@ class Puller:
             pull.announced[block.start] = block
         if announce.hand_off is not None and leg.hand_off is None:
             leg.hand_off = announce.hand_off
-            pull.hand_off_at = now
-            pull.blocks_before_last_chunk = len(pull.verified)
+            pull.hand_off_received(now)
         self.read_missing(leg, now)
         self.acknowledge(leg)
         self._listener.pull_advanced(leg, now)
@@ -93,20 +92,36 @@ class Puller:
             for block in wanted
         ]
         spec = leg.request.spec
-        read_id = self._worker.reads.start(
-            peer,
-            moves,
-            spec.request_id,
-            leg.request.attempt.number,
-            lambda result, at: self._ended(leg, wanted[result.index], peer, result, at),
-        )
-        pull.reading[read_id] = {block.start for block in wanted}
+        try:
+            read_id = self._worker.reads.start(
+                peer,
+                moves,
+                spec.request_id,
+                leg.request.attempt.number,
+                lambda result, at: self._ended(leg, wanted[result.index], peer, result, at),
+            )
+        except TransferFailed:
+            self._worker.lose_connection(peer)
+            return  # the connection is tried again
+        pull.reading[read_id] = Reading({block.start for block in wanted}, now)
         pull.connector = peer.info.connector
         if self._used.get(peer.info.worker_id) is not peer:
             self._used[peer.info.worker_id] = peer
             pull.setup_s = peer.setup_s
         if pull.first_read_at is None:
             pull.first_read_at = now
+
+    def give_up_late(self, leg: DecodeLeg, now: float) -> None:
+        """Fence reads that have given no block for ``read_timeout``; they count as failed."""
+        limit = self._worker.times.read_timeout
+        late = [(i, r) for i, r in leg.pull.reading.items() if now - r.progress_at > limit]
+        for read_id, read in late:
+            self._worker.reads.cancel(read_id)
+            del leg.pull.reading[read_id]
+            for start in sorted(read.starts):
+                self._failed(leg, start, ReadStatus.FAILED)
+        if late:
+            self.read_missing(leg, now)
 
     def stop(self, leg: DecodeLeg) -> None:
         """Fence every read of the leg."""
@@ -150,32 +165,38 @@ class Puller:
         pull = leg.pull
         if result.status is ReadStatus.FAILED:
             self._worker.lose_connection(peer)
-        starts = pull.reading.get(result.read_id)
-        if starts is None or leg.table is None:
+        read = pull.reading.get(result.read_id)
+        if read is None or leg.table is None:
             return
-        starts.discard(block.start)
-        if not starts:
+        read.progress_at = now
+        read.starts.discard(block.start)
+        if not read.starts:
             del pull.reading[result.read_id]
         if result.status is ReadStatus.OK:
             index = block.start // self._worker.engine.block_size
             prompt = leg.request.spec.kv_prompt()
             self._pool.seal(result.move.target, block.num_tokens, leg.hashes.at(index, prompt))
             pull.mark_verified(block.start, block.num_tokens)
+            pull.announced.pop(block.start, None)
             pull.bytes_moved += result.num_bytes
             pull.last_verified_at = now
             pull.unacknowledged = True
             self.blocks_moved += 1
             self.bytes_moved += result.num_bytes
             return
+        self._failed(leg, block.start, result.status)
+
+    def _failed(self, leg: DecodeLeg, start: int, status: ReadStatus) -> None:
+        """Count a read that gave nothing; read again, or give the leg up."""
+        pull = leg.pull
         pull.reads_failed += 1
         self.reads_failed += 1
-        pull.failures[block.start] += 1
-        if pull.failures[block.start] >= MAX_READS or result.status is ReadStatus.STALE:
+        pull.failures[start] += 1
+        if pull.failures[start] >= MAX_READS or status is ReadStatus.STALE:
             self._listener.pull_failed(
                 leg,
                 FailureCause.TRANSFER,
-                f"block at position {block.start}: read {result.status.value} "
-                f"{pull.failures[block.start]} times",
+                f"block at position {start}: read {status.value} {pull.failures[start]} times",
             )
         else:
             pull.unacknowledged = True

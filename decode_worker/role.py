@@ -59,7 +59,7 @@ class DecodeRole:
                 leg = self.legs.get((request_id, attempt))
                 self._ended.add(request_id, attempt)
                 if leg is not None and leg.router == envelope.sender:
-                    self._drop(leg, now)
+                    self._drop(leg)
             case m.WantedList(items):
                 self._judge_router(envelope, items, now)
             case m.Announce(request_id, attempt):
@@ -67,8 +67,7 @@ class DecodeRole:
             case m.HandOffRecord(request_id, attempt, hand_off):
                 leg = self.legs.get((request_id, attempt))
                 if leg is not None and leg.router == envelope.sender:
-                    leg.hand_off = leg.hand_off or hand_off
-                    self.pull_advanced(leg, now)
+                    self._hand_off_from_router(leg, hand_off, now)
             case m.LeaseEnded(request_id, attempt):
                 leg = self.legs.get((request_id, attempt))
                 if leg is not None and leg.pull.source == envelope.sender:
@@ -95,7 +94,7 @@ class DecodeRole:
             self._fail(envelope.sender, key, FailureCause.ENDED, "this attempt has ended here")
             return
         for old in [leg for (r, _), leg in self.legs.items() if r == spec.request_id]:
-            self._drop(old, now)
+            self._drop(old)
         most = min(len(spec.prompt_token_ids) + spec.sampling.max_tokens - 1, spec.max_model_len)
         needed = self._engine.kv.blocks_for(most)
         if needed > self._engine.pool.num_blocks:
@@ -167,7 +166,7 @@ class DecodeRole:
                 continue
             item = wanted.get(key)
             if leg.wanted.judge(item is not None, envelope.seq):
-                self._drop(leg, now)
+                self._drop(leg)
             elif item is not None and leg.last_event_seq <= envelope.heard:
                 lost = item.tokens_received < leg.reported
                 unheard_finish = leg.finish is not None and leg.reported == len(leg.output)
@@ -190,6 +189,15 @@ class DecodeRole:
     def pull_failed(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
         """The blocks cannot be had: the leg fails, nothing unverified is used."""
         self._fail_leg(leg, cause, message)
+
+    def _hand_off_from_router(self, leg: DecodeLeg, hand_off: m.HandOff, now: float) -> None:
+        """The prefill worker is dead: start with what is here, else the leg has failed."""
+        if leg.hand_off is None:
+            leg.hand_off = hand_off
+            leg.pull.hand_off_received(now)
+        self.pull_advanced(leg, now)
+        if leg.pull.source not in self._worker.members:
+            self._source_gone(leg, FailureCause.SOURCE_LOST, "the source died with blocks unread")
 
     def _start(self, leg: DecodeLeg, num_computed_tokens: int) -> None:
         assert leg.table is not None
@@ -254,7 +262,6 @@ class DecodeRole:
     def _report(self, leg: DecodeLeg, from_index: int) -> None:
         """Queue the leg's tokens from an output index on (and its finish) for the router."""
         first = max(leg.first_own_index, min(from_index, len(leg.output)))
-        early = first <= leg.first_own_index + 1
         event = m.TokenEvent(
             leg.request.spec.request_id,
             leg.request.attempt,
@@ -265,7 +272,7 @@ class DecodeRole:
             leg.finish.stop_reason
             if leg.finish and isinstance(leg.finish.stop_reason, int)
             else None,
-            leg.stats() if leg.finish or early else None,
+            leg.new_stats(),
         )
         leg.reported = len(leg.output)
         self._outgoing.setdefault(leg.router, []).append((leg, event))
@@ -289,6 +296,9 @@ class DecodeRole:
     def tick(self, now: float) -> None:
         """Send the sources the list of what is still wanted; grant what fits."""
         self._grant_in_order()
+        for leg in list(self.legs.values()):
+            if leg.state is LegState.RESERVED:
+                self.puller.give_up_late(leg, now)
         if now < self._next_lists:
             return
         self._next_lists = now + self._worker.times.list_period
@@ -314,7 +324,7 @@ class DecodeRole:
         """Release every leg of a dead router."""
         self._outgoing.pop(router, None)
         for leg in [leg for leg in self.legs.values() if leg.router == router]:
-            self._drop(leg, 0.0)
+            self._drop(leg)
 
     def drop_peer(self, peer: NodeRef) -> None:
         """A dead source announces nothing more; what is complete here goes on."""
@@ -328,12 +338,12 @@ class DecodeRole:
     def _fail_leg(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
         key = (leg.request.spec.request_id, leg.request.attempt)
         self._fail(leg.router, key, cause, message)
-        self._drop(leg, 0.0)
+        self._drop(leg)
 
     def _fail(self, router: NodeRef, key: LegKey, cause: FailureCause, message: str) -> None:
         self._worker.send(router, m.LegFailed(*key, Leg.DECODE, cause, message))
 
-    def _drop(self, leg: DecodeLeg, now: float) -> None:
+    def _drop(self, leg: DecodeLeg) -> None:
         """End a leg in any state: reads are fenced first, then its blocks are given back."""
         key = (leg.request.spec.request_id, leg.request.attempt)
         if self.legs.pop(key, None) is None:

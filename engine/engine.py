@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.engine.batch import ModelRunner, PoisonedRows
+from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput
 from kvferry.engine.request import Attempt, RequestSpec
-from kvferry.engine.scheduler import Scheduler, SchedulerConfig
+from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from kvferry.engine.sequence import (
     SequenceKey,
     SequenceOwner,
@@ -53,7 +53,7 @@ class Engine:
         self.step_started_at = 0.0
         self._runner = runner
         self._model = model
-        self._clock = clock
+        self.clock = clock
 
     def new_sequence(
         self,
@@ -112,7 +112,7 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        self.step_started_at = self._clock()
+        self.step_started_at = self.clock()
         for sequence in step.sequences:
             if sequence.first_scheduled_at is None:
                 sequence.first_scheduled_at = self.step_started_at
@@ -121,10 +121,32 @@ class Engine:
         except PoisonedRows as error:
             self._fail([step.sequences[row] for row in error.rows], error)
             return True  # the others are scheduled again, over the same positions
-        except Exception as error:  # the step's boundary: it ends the batch and is counted
-            self._fail(step.sequences, error)
+        except Exception as error:  # the step's boundary: whoever raises alone ends, counted
+            if len(step.sequences) == 1:
+                self._fail(step.sequences, error)
+            else:
+                logger.warning("a step raised, its sequences run alone: %s", error)
+                self._step_alone(step)
             return True
-        now = self._clock()
+        self._advance(step, result)
+        return True
+
+    def _step_alone(self, step: ScheduledStep) -> None:
+        """Run each sequence of a step that raised by itself, so that only the culprit ends."""
+        for index, sequence in enumerate(step.sequences):
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # the owner of another has ended it since
+            alone = step.alone(index)
+            try:
+                result = self._runner.execute(alone.output)
+            except Exception as error:  # one sequence's boundary
+                self._fail([sequence], error)
+            else:
+                self._advance(alone, result)
+
+    def _advance(self, step: ScheduledStep, result: RunnerOutput) -> None:
+        """Record a completed step and tell the sequences' owners."""
+        now = self.clock()
         for progress in self.scheduler.update(step, result):
             sequence = progress.sequence
             if sequence.status is SequenceStatus.FINISHED:
@@ -132,13 +154,12 @@ class Engine:
             sequence.owner.on_progress(progress, now)
             if progress.finish or (sequence.prefill_only and progress.token_id is not None):
                 self.remove(sequence)
-        return True
 
     def _fail(self, sequences: Sequence[SequenceState], error: Exception) -> None:
         """End the sequences that a step could not compute: their KV cannot be trusted."""
         self.num_failed_steps += 1
         logger.error("an engine step failed for %d sequences", len(sequences), exc_info=error)
-        now = self._clock()
+        now = self.clock()
         for sequence in sequences:
             if sequence.status is SequenceStatus.FINISHED:
                 continue

@@ -4,10 +4,11 @@ One rule for prefill, chunked prefill, decode and recomputation after preemption
 tokens, some of which are computed; a step computes up to a token budget, subject to the blocks.
 
 Each step:
- 1. Running sequences, oldest first, get their uncomputed tokens (at most ``chunk_tokens`` each).
-    When one cannot grow, the newest running sequence that would free a block now is preempted:
-    its table is freed and it waits to be computed again. Each preemption takes one sequence out
-    of the running list, so a step cannot loop.
+ 1. Running sequences get their uncomputed tokens (at most ``chunk_tokens`` each): first those
+    that decode, one token each, so that a long prompt does not hold them up; oldest first. When
+    one cannot grow, the newest running sequence that would free a block now is preempted: its
+    table is freed and it waits to be computed again. Each preemption takes one sequence out of
+    the running list, so a step cannot loop.
  2. If nobody was preempted, waiting sequences are admitted in order of arrival while their whole
     known length fits beside what running ones still need for theirs, above the watermark (the
     share kept free so that running ones can grow).
@@ -47,6 +48,13 @@ class ScheduledStep:
 
     output: SchedulerOutput
     sequences: tuple[SequenceState, ...]
+
+    def alone(self, index: int) -> ScheduledStep:
+        """The share of one sequence as a step by itself; copies may be made again."""
+        share = self.output.sequences[index]
+        return ScheduledStep(
+            SchedulerOutput((share,), self.output.copies), (self.sequences[index],)
+        )
 
 
 class Scheduler:
@@ -90,6 +98,12 @@ class Scheduler:
         self._kv.free(sequence.table)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be computed, the one of each decode step not among them."""
+        uncomputed = (s.num_uncomputed_tokens for s in self.sequences.values())
+        return sum(count for count in uncomputed if count > 1)
+
+    @property
     def has_preempted(self) -> bool:
         """Whether a sequence that has run before waits for blocks."""
         return any(sequence.num_preemptions for sequence in self.waiting)
@@ -99,7 +113,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         planned: list[tuple[SequenceState, int]] = []
         preempted = False
-        for sequence in list(self.running):
+        for sequence in sorted(self.running, key=lambda s: s.num_uncomputed_tokens > 1):
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:

@@ -117,6 +117,8 @@ class KVCacheManager:
         from position 0, at least ``num_computed_tokens`` of them.
         """
         sealed: list[SealedBlock] = []
+        if not include_partial and (table.num_sealed + 1) * self.block_size > num_computed_tokens:
+            return sealed  # the common case of a decode step
         computed = token_ids[:num_computed_tokens]
         while table.num_sealed * self.block_size < num_computed_tokens:
             index = table.num_sealed

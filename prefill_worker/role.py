@@ -219,9 +219,10 @@ class PrefillRole:
     def tick(self, now: float) -> None:
         """Repeat unacknowledged announcements; end leases whose reader stands still."""
         for job in self.jobs.values():
-            unread = job.unverified or (job.hand_off is not None and not job.hand_off_received)
             due = now - job.last_announced_at >= self._worker.times.list_period
-            if unread and due and not job.reader_done:
+            if job.reader_done or not due:
+                continue
+            if job.unverified or (job.hand_off is not None and not job.hand_off_received):
                 self._announce(job, job.unverified, now)
         for lease, block_ids in self.leases.sweep(now):
             self._unpin(block_ids)

@@ -53,14 +53,15 @@ def stub_output(prompt: Sequence[int], num_tokens: int, shift: int = 0) -> list[
 class StubRunner:
     """A ``ModelRunner`` over raw pool bytes ``[num_blocks, block_bytes]``.
 
-    ``fail_next`` makes the next step raise, ``forbid_prompt`` every step with prompt positions;
+    ``fail_next`` makes so many of the next steps raise, ``forbid_prompt`` every step with prompt
+    positions;
     ``shift`` perturbs the logits.
     """
 
     blocks: NDArray[np.uint8]
     block_size: int
     num_steps: int = 0
-    fail_next: bool = False
+    fail_next: int = 0
     forbid_prompt: bool = False
     shift: int = 0
     batches: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class StubRunner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Write each position's value, then read everything back to find the next token."""
         if self.fail_next:
-            self.fail_next = False
+            self.fail_next -= 1
             raise ArithmeticError("the stub model was told to fail")
         self.num_steps += 1
         self.batches.append(output.num_scheduled_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -57,6 +58,7 @@ class WorkerActor:
         return WorkerDescription(
             member=member,
             pid=os.getpid(),
+            host=socket.gethostname(),
             threads=self._settings.threads,
             kernels="reference",
             isa=None,

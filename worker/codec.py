@@ -69,6 +69,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
+        if len(value) > 8 and type(value[0]) is int:  # token ids: the long arrays
+            return value
         return [_plain(item) for item in value]
     return value
 
@@ -77,7 +79,9 @@ def _fields(cls: type[Any]) -> list[tuple[str, Any]]:
     found = _FIELDS.get(cls)
     if found is None:
         hints = get_type_hints(cls)
-        found = _FIELDS[cls] = [(f.name, hints[f.name]) for f in dataclasses.fields(cls)]
+        is_record = dataclasses.is_dataclass(cls)
+        names = [f.name for f in dataclasses.fields(cls)] if is_record else list(hints)
+        found = _FIELDS[cls] = [(name, hints[name]) for name in names]
     return found
 
 
@@ -93,7 +97,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _typed_record(kind, _fields(typing.cast(type[Any], kind)), value, path)
     if isinstance(kind, type) and issubclass(kind, tuple):  # NamedTuple
-        return _typed_record(kind, list(get_type_hints(kind).items()), value, path)
+        return _typed_record(kind, _fields(kind), value, path)
     if isinstance(kind, type) and issubclass(kind, Enum):
         try:
             return kind(value)

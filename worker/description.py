@@ -18,6 +18,7 @@ class WorkerDescription:
 
     member: Member
     pid: int
+    host: str
     threads: int
     kernels: str
     isa: str | None
@@ -28,3 +29,4 @@ class WorkerDescription:
     max_model_len: int
     pool_arithmetic: str
     node_id: str | None = None
+    num_restarts: int = 0

@@ -39,7 +39,7 @@ class WorkerProcess:
         self._inbox: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
         self._beats: list[Outgoing] = []
         self._beats_at = 0.0
-        self._step_began: float | None = None
+        self._turn_began: float | None = None
         self._stopping = threading.Event()
         self._network = Network(
             bind_host, self._inbox.put, self._heartbeats, worker.times.heartbeat
@@ -69,7 +69,7 @@ class WorkerProcess:
         """The latest load, with the age of the running step; on the network thread."""
         if not self._engine_thread.is_alive():
             return []
-        began = self._step_began
+        began = self._turn_began
         age = None if began is None else time.monotonic() - began
         return [
             (address, replace(envelope, body=replace(envelope.body, step_age_s=age)))
@@ -90,16 +90,16 @@ class WorkerProcess:
     def _turn(self) -> None:
         """Drain the inbox, drive the timers, run one step, hand over what it produced."""
         worker = self._worker
+        self._turn_began = time.monotonic()
         self._deliver_all()
         worker.tick(time.monotonic())
-        self._step_began = time.monotonic()
-        busy = worker.step(self._step_began)
-        self._step_began = None
+        busy = worker.step()
         if busy and self._audit_every_step:
             found = worker.audit(time.monotonic())
             for problem in found.problems:
                 logger.error("audit: %s", problem)
         self._hand_over()
+        self._turn_began = None
         if not busy:
             self._wait(STALLED_WAIT_S if worker.has_work else worker.times.list_period / 4)
 

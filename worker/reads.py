@@ -41,20 +41,24 @@ class Reads:
     def start(
         self, peer: Peer, moves: Sequence[Move], request_id: str, attempt: int, on_block: OnBlock
     ) -> ReadId:
-        """Begin to read blocks; ``on_block`` hears of each block's end."""
+        """Begin to read blocks; ``on_block`` hears of each block's end. Raises TransferFailed."""
+        read_id = self._connector.start_read(peer, moves)  # no byte moves before the next poll
         for move in moves:
             self._pool.begin_transfer(move.target)
-        read_id = self._connector.start_read(peer, moves)
         self._reads[read_id] = _Read(
             request_id, attempt, peer.info.worker_id, on_block, dict(enumerate(moves))
         )
         return read_id
 
-    def poll(self, now: float) -> int:
-        """Let reads progress; returns the number of blocks that ended."""
+    def poll(self, clock: Callable[[], float]) -> int:
+        """Let reads progress; returns the number of blocks that ended.
+
+        Results carry the time at which the copies were made and verified, not when they began.
+        """
         if not self._reads:
             return 0
-        results = self._connector.poll(now)
+        results = self._connector.poll(clock())
+        now = clock()
         ended = 0
         for result in results:
             read = self._reads.get(result.read_id)

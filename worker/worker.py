@@ -36,6 +36,7 @@ class WorkerTimes:
     heartbeat: float = 0.5
     heartbeat_timeout: float = 1.5
     stall_limit: float = 30.0
+    read_timeout: float = 10.0
 
 
 class RoleHandler(Protocol):
@@ -175,14 +176,15 @@ class Worker:
         for role in self.roles:
             role.tick(now)
 
-    def step(self, now: float) -> bool:
+    def step(self) -> bool:
         """Move blocks, then compute one step; returns whether there was anything to do."""
-        moved = self.reads.poll(now)
+        clock = self.engine.clock
+        moved = self.reads.poll(clock)
         if moved:
-            self._flush(now)
+            self._flush(clock())
         computed = self.engine.step()
         if computed:
-            self._flush(now)
+            self._flush(clock())
         return bool(moved) or computed
 
     @property
@@ -216,7 +218,7 @@ class Worker:
         load = LoadReport(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            queued_tokens=sum(s.num_uncomputed_tokens for s in scheduler.sequences.values()),
+            queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self.engine.pool.num_blocks,
             num_free_blocks=self.engine.pool.num_free,
             num_preemptions=scheduler.num_preemptions,

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
-from kvferry.cluster.router import Router, RouterConfig
+from kvferry.cluster.router import Router
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.kv_transfer.connector import PeerInfo
 from kvferry.worker import messages as m
@@ -46,6 +47,7 @@ class Bench:
         self.seqs: Counter[NodeRef] = Counter()
         self.listeners: dict[str, RecordingListener] = {}
         self.epoch = 1
+        self.free_blocks: dict[str, int] = {}
         self.members: dict[str, Member] = {}
         for name, count, roles in (
             ("prefill", self.num_prefill, (Role.PREFILL,)),
@@ -72,7 +74,7 @@ class Bench:
         """A worker in its present life."""
         return self.members[name].ref
 
-    def beat(self, *names: str) -> None:
+    def beat(self, *names: str, step_age_s: float | None = None) -> None:
         """Heartbeats of these workers or all, connected to every prefill worker."""
         for name in names or list(self.members):
             peers = tuple(
@@ -83,10 +85,16 @@ class Bench:
             load = m.LoadReport(
                 self.router.workers.version,
                 num_blocks=self.num_blocks,
-                num_free_blocks=self.num_blocks,
+                num_free_blocks=self.free_blocks.get(name, self.num_blocks),
                 peers=peers,
             )
-            self.say(name, m.WorkerHeartbeat(load))
+            self.say(name, m.WorkerHeartbeat(load, step_age_s))
+
+    def report_free_blocks(self, count: int, *names: str) -> None:
+        """These workers or all say how many blocks they have free."""
+        for name in names or list(self.members):
+            self.free_blocks[name] = count
+            self.beat(name)
 
     def say(self, sender: str | NodeRef, body: Body, heard: int = EVERYTHING) -> None:
         """A worker's message arrives."""

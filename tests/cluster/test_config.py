@@ -94,7 +94,6 @@ def test_unknown_key_names_its_path_and_the_nearest(
         "server.http",
         "server.tls",
         "router.replicas",
-        "transfer.read_timeout",
     ],
 )
 def test_keys_of_later_versions_are_refused_by_name(key: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
-from kvferry.cluster.router import RouterConfig
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.engine.request import Attempt, FinishReason, RequestId
 from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
@@ -61,7 +61,6 @@ def test_a_retry_continues_behind_the_delivered_tokens() -> None:
         (FailureCause.STALLED, Leg.PREFILL, "WorkerLost"),
         (FailureCause.READER_GONE, Leg.PREFILL, "WorkerLost"),
         (FailureCause.SOURCE_LOST, Leg.DECODE, "WorkerLost"),
-        (FailureCause.ENDED, Leg.DECODE, "WorkerLost"),
     ],
 )
 def test_the_last_allowed_attempt_that_fails_ends_the_request_with_a_typed_error(
@@ -374,7 +373,7 @@ def test_a_leg_that_is_not_wanted_where_it_is_held_is_cancelled(what: str) -> No
         attempt = Attempt(0, 1)
     holder = "decode-1" if what == "other worker's" else "decode-0"
     item = m.HeldItem(request_id, attempt, Leg.DECODE, LegState.RUNNING)
-    own = m.HeldItem(*key(request), Leg.DECODE, LegState.FULL)
+    own = m.HeldItem(*key(request), Leg.DECODE, LegState.RESERVED)
     bench.say(holder, m.HeldList((item,) if holder == "decode-1" else (item, own)))
     assert bench.sent(m.CancelLeg) == [(holder, m.CancelLeg(request_id, attempt, Leg.DECODE))]
 
@@ -432,6 +431,7 @@ def test_a_request_counts_where_it_is_placed_and_not_for_prefill_once_that_is_do
 
 def test_a_worker_where_a_request_waits_for_blocks_gets_no_other() -> None:
     bench = Bench(num_decode=2)
+    bench.report_free_blocks(0)
     a, _ = bench.submit("a", length=4)
     assert a.decode is not None
     bench.refuse(a)
@@ -444,6 +444,60 @@ def test_a_worker_where_a_request_waits_for_blocks_gets_no_other() -> None:
     assert state(d) is RequestState.QUEUED
     bench.grant(a)
     assert d.decode is not None and d.decode.worker == a.decode.worker
+
+
+def test_a_request_that_waits_for_blocks_moves_to_a_worker_that_has_some() -> None:
+    bench = Bench(num_decode=2)
+    bench.report_free_blocks(0)
+    a, _ = bench.submit("a", length=4)
+    assert a.decode is not None
+    first, attempt = a.decode.worker, a.attempt
+    bench.refuse(a)
+    assert a.decode.worker == first, "there is no room anywhere"
+    bench.report_free_blocks(2, "decode-1")
+    assert a.decode.worker == bench.ref("decode-1")
+    assert a.attempt > attempt and a.num_attempts == 1, "a move is no failed attempt"
+    cancelled = [body for worker, body in bench.sent(m.CancelLeg) if worker == "decode-0"]
+    assert m.CancelLeg(a.request_id, attempt, Leg.DECODE) in cancelled
+
+
+def test_what_a_worker_let_go_of_by_itself_costs_no_attempt() -> None:
+    bench = Bench(config=RouterConfig(max_attempts=2))
+    request, listener = bench.submit()
+    for _ in range(5):
+        bench.grant(request)
+        bench.fail(request, FailureCause.ENDED, Leg.DECODE, "it had ended here")
+    assert not listener.ends
+
+
+def test_attempts_are_counted_since_decode_last_delivered_a_token() -> None:
+    bench = Bench(config=RouterConfig(max_attempts=3))
+    request, listener = bench.submit(max_tokens=20)
+    for number in range(4):
+        bench.grant(request)
+        start = len(request.delivered)
+        bench.first_token(request, 100 + start)
+        bench.tokens(request, start, 100 + start, 101 + start)
+        bench.fail(request, FailureCause.SOURCE_LOST, Leg.DECODE, f"death {number}")
+    assert not listener.ends and len(listener.tokens) == 8
+    for number in range(2):  # token 1 of each attempt comes from prefill: that is no progress
+        bench.grant(request)
+        bench.first_token(request, 108 + number)
+        bench.fail(request, FailureCause.TRANSFER, Leg.DECODE, f"corrupt {number}")
+    (end,) = listener.ends
+    assert type(end.error).__name__ == "TransferFailed"
+
+
+def test_a_worker_that_hangs_in_one_step_counts_as_dead_however_lively_it_beats() -> None:
+    bench = Bench(num_decode=2, config=RouterConfig(stall_limit=30.0))
+    request, _ = bench.submit()
+    bench.grant(request)
+    bench.beat("decode-0", step_age_s=29.0)
+    bench.router.tick(bench.now)
+    assert request.decode is not None and request.decode.worker == bench.ref("decode-0")
+    bench.beat("decode-0", step_age_s=31.0)
+    bench.router.tick(bench.now)
+    assert request.decode.worker == bench.ref("decode-1")
 
 
 @pytest.mark.parametrize("stage", ["reserving", "full", "prefilling", "token one", "decoding"])

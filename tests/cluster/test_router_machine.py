@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from kvferry.cluster.errors import Overloaded
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
-from kvferry.cluster.router import RouterConfig
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.engine.request import Attempt
 from kvferry.worker import messages as m
 from kvferry.worker.codec import decode, encode
@@ -226,7 +226,7 @@ class RouterMachine(RuleBasedStateMachine):
             return
         router = self.bench.router
         queued = [r for r in router.requests.values() if r.state is RequestState.QUEUED]
-        assert sorted(queued, key=lambda r: r.arrival) == router._queue
+        assert sorted(queued, key=lambda r: r.arrival) == list(router._line)
         for request in queued:
             assert request.decode is None and request.prefill is None
 

@@ -39,6 +39,7 @@ def request(
         dispatched_at=dispatched,
         prefill_stats=prefill,
         decode_stats=decode,
+        gap_stats=decode,
     )
 
 
@@ -120,7 +121,7 @@ def test_without_decode_s_figures_the_hand_off_is_unknown(lacking: str) -> None:
         wait=None if lacking == "wait" else 0.1, first_step=None if lacking == "first_step" else 0.1
     )
     if lacking == "all":
-        made = replace(made, decode_stats=None)
+        made = replace(made, gap_stats=None)
     timing = request_timing(made, 15.0)
     assert timing.handoff_s is None
     assert timing.ttst_s == 3.0

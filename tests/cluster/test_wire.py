@@ -66,10 +66,11 @@ def ended(
         token_times=[12.0, 13.0, 13.5, 14.0],
         num_attempts=2,
         dispatched_at=10.5,
-        prefill_worker="prefill-0",
-        decode_worker="decode-0",
+        prefill_ref=NodeRef("prefill-0", 2),
+        decode_ref=NodeRef("decode-0", 3),
         prefill_stats=prefill,
         decode_stats=decode,
+        gap_stats=decode,
     )
     return SessionEnd(request, RequestEnd(finish), 15.0)
 
@@ -114,7 +115,7 @@ def test_every_field_is_filled_for_a_colocated_request_too_and_nothing_counts_tw
 def test_what_is_unknown_is_unset_and_not_zero() -> None:
     item = ended(Finish(FinishReason.ABORT), None, None)
     item.request.token_times = []
-    item.request.prefill_worker = item.request.decode_worker = None
+    item.request.prefill_ref = item.request.decode_ref = None
     body = wire.finished(item).finished
     assert filled(body.timing) == {"e2e_s"}
     assert not body.HasField("stop_reason")
@@ -192,15 +193,16 @@ LOAD = m.LoadReport(
 def description(*roles: Role) -> WorkerDescription:
     config = ModelConfig.__new__(ModelConfig)  # not looked at
     return WorkerDescription(
-        member(REF, roles or (Role.DECODE,)), 77, 2, "reference", "avx2", ("local",), config,
-        stub_layout(4), "float32", 32, "arithmetic", "node",
+        member(REF, roles or (Role.DECODE,)), 77, "host", 2, "reference", "avx2", ("local",),
+        config,
+        stub_layout(4), "float32", 32, "arithmetic", "node", num_restarts=3,
     )  # fmt: skip
 
 
 def test_a_live_worker_s_status_is_whole() -> None:
     record = WorkerRecord(member(REF, (Role.DECODE,)), 4, 10.0, LOAD)
     status = wire.worker_status(record, description(), 10.5)
-    later = {"num_swapped", "num_restarts", "kv.num_cached"}
+    later = {"num_swapped", "kv.num_cached"}
     assert filled(status) == declared(pb.WorkerStatus) - later
     assert status.heartbeat_age_s == 0.5
     assert status.num_waiting == 2 + 3, "those that wait for blocks wait too"

@@ -122,7 +122,7 @@ class DecodeBench:
         """Some engine steps, no time between them."""
         for _ in range(times):
             self.made.worker.tick(self.clock.now)
-            self.made.worker.step(self.clock.now)
+            self.made.worker.step()
             self.check()
 
     def wait(self, seconds: float) -> None:

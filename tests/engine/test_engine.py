@@ -203,16 +203,31 @@ def test_a_request_ends_at_the_same_token_however_many_were_delivered_before(
 # --- failing steps --------------------------------------------------------------------------
 
 
-def test_a_step_that_raises_ends_its_batch_only() -> None:
+def test_a_step_that_raises_ends_only_who_raises_alone() -> None:
     bench = Bench(8, config=SchedulerConfig(2, 64, 8, 0.0))
     bench.add("a", 9, max_tokens=4)
     bench.add("b", 3, max_tokens=4)
     bench.add("c", 5, max_tokens=4)
     bench.step()
-    bench.runner.stub.fail_next = True
+    bench.runner.stub.fail_next = 2  # the batch, then a by itself
     assert bench.step(), "the engine has done something: others may run now"
-    assert bench.owner.failures == ["ArithmeticError: the stub model was told to fail"] * 2
+    assert bench.owner.failures == ["ArithmeticError: the stub model was told to fail"]
     assert bench.engine.num_failed_steps == 1
+    assert (bench.running, bench.waiting) == (["b"], ["c"])
+    bench.run()
+    bench.assert_exact("a")
+    bench.assert_empty()
+
+
+def test_a_step_in_which_all_raise_alone_ends_them_all_and_nobody_else() -> None:
+    bench = Bench(8, config=SchedulerConfig(2, 64, 8, 0.0))
+    bench.add("a", 9, max_tokens=4)
+    bench.add("b", 3, max_tokens=4)
+    bench.add("c", 5, max_tokens=4)
+    bench.step()
+    bench.runner.stub.fail_next = 3
+    assert bench.step()
+    assert bench.engine.num_failed_steps == 2
     assert (bench.running, bench.waiting) == ([], ["c"])
     assert bench.audit().counts["free"] == 8  # type: ignore[index]
     bench.run()
@@ -307,7 +322,7 @@ def test_an_owner_may_end_another_sequence_of_the_same_step() -> None:
         bench = Bench(8, owner=Ending())
         bench.add("a", 3)
         bench.add("b", 3)
-        bench.runner.stub.fail_next = fails
+        bench.runner.stub.fail_next = 2 if fails else 0  # the batch, then a by itself
         bench.run()
         heard = [p.sequence.key.request_id for p in bench.owner.progress]
         assert heard == ([] if fails else ["a"])

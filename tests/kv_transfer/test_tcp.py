@@ -283,6 +283,28 @@ def test_a_block_larger_than_the_bound_is_read_alone(raw_source: RawSource, tcp_
         assert [r.status for r in collect(reader.connector, 1)] == [OK]
 
 
+def test_two_sources_that_are_both_ahead_are_read_in_turns(
+    raw_source: RawSource, tcp_host: Host
+) -> None:
+    """A long read of one does not hold back the other, even where a poll has room for one block."""
+    budget = LAYOUT.block_bytes()
+    reader, peer, connection = joined(raw_source, tcp_host, bytes_per_poll=budget)
+    other = RawSource(replace(raw_source.info, worker_id="other"))
+    other_peer, other_connection = other.join(reader)
+    move = tcp_host.workers[0].move(0, 0)
+    reads = [
+        reader.connector.start_read(to, [replace(move, target=first + t) for t in range(4)])
+        for to, first in ((peer, 0), (other_peer, 4))
+    ]
+    assert reader.connector.poll(0.0) == []
+    for end in (connection, other_connection):
+        for request in read_requests(end, 4):
+            end.sendall(answer(request, tcp_host.workers[0].memory.blocks[0]))
+    order = [r.read_id for r in collect(reader.connector, 8)]
+    assert all(set(order[i : i + 2]) == set(reads) for i in range(0, 8, 2))
+    other.close()
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_byte_damaged_on_the_way_is_corrupt_and_the_next_read_is_good(
     raw_source: RawSource, tcp_host: Host, announced: bool

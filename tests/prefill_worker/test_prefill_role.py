@@ -98,7 +98,7 @@ class PrefillBench:
         """Some engine steps."""
         for _ in range(times):
             self.made.worker.tick(self.clock.now)
-            self.made.worker.step(self.clock.now)
+            self.made.worker.step()
             self.check()
 
     def wait(self, seconds: float) -> None:

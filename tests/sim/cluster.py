@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.cluster.policy import LeastLoaded
-from kvferry.cluster.router import Router, RouterConfig
+from kvferry.cluster.router import Router
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.engine import Engine
 from kvferry.engine.request import RequestSpec
@@ -200,7 +201,7 @@ class SimCluster:
             if not sim.alive:
                 continue
             sim.worker.tick(now)
-            sim.worker.step(now)
+            sim.worker.step()
             self._post(sim.worker.outbox)
             if beat:
                 for envelope in sim.worker.heartbeats():

@@ -156,3 +156,25 @@ def test_delivered_tokens_stand_even_when_the_retry_would_sample_another() -> No
     rest = stub_output([*prompt, *delivered], 8 - len(delivered), shift=1)
     assert listener.tokens == delivered + rest
     assert [end.error for end in listener.ends] == [None]
+
+
+def test_prefill_killed_when_its_only_announcement_was_lost_is_found_out() -> None:
+    """A prompt of one chunk: token 1 is delivered, decode has never heard of its source."""
+    cluster = SimCluster(num_prefill=2)
+    cluster.run(1.5)
+    lost = []
+
+    def lose_announcements(envelope: Envelope) -> Sequence[int]:
+        if type(envelope.body).__name__ == "Announce":
+            lost.append(envelope.sender)
+            return ()
+        return (0,)
+
+    cluster.filter = lose_announcements
+    listener = cluster.submit(stub_spec("r", range(30, 35), 6))
+    assert cluster.run(5, lambda: bool(listener.tokens) and bool(lost))
+    cluster.kill(next(w for w in cluster.workers if w.ref == lost[0]))
+    cluster.filter = lambda envelope: (0,)
+    cluster.run_until_ended(30)
+    cluster.assert_exact()
+    assert cluster.run(4, lambda: not cluster.leftovers()), cluster.leftovers()

@@ -11,6 +11,7 @@ from kvferry.engine.request import FinishReason, RequestId
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan, FaultyConnector
 from kvferry.worker.messages import Envelope
+from kvferry.worker.worker import WorkerTimes
 from tests.fakes import stub_spec
 from tests.sim.cluster import SimCluster, body_name
 
@@ -220,3 +221,60 @@ def test_a_burst_of_eight_times_the_capacity_queues_and_finishes() -> None:
     cluster.run_until_ended(300)
     cluster.assert_exact()
     assert_clean(cluster)
+
+
+def test_a_read_that_never_reports_is_given_up_and_made_again() -> None:
+    """One block's result is lost while other reads of the same source go on."""
+    cluster = SimCluster(times=WorkerTimes(read_timeout=2.0))
+    cluster.run(1.5)
+    decode = cluster.named("decode")
+    lossy = FaultyConnector(decode.connector, FaultPlan(drop=0.2, seed=4), random.Random(4))
+    decode.worker.connector = lossy
+    decode.worker.reads._connector = lossy
+    requests = []
+    for i in range(12):
+        cluster.submit(stub_spec(f"r{i}", range(i, i + 19), 6))
+        requests.append(cluster.router.requests[RequestId(f"r{i}")])  # type: ignore[union-attr]
+        cluster.run(0.5)
+    cluster.run_until_ended(120)
+    cluster.assert_exact()
+    assert lossy.injected["drop"] > 0
+    stats = [r.decode_stats for r in requests if r.decode_stats is not None]
+    assert sum(s.transfer.reads_failed for s in stats if s.transfer is not None) > 0
+    assert_clean(cluster)
+
+
+def test_counts_of_preemption_are_told_even_if_a_stop_string_ends_the_request() -> None:
+    """Figures travel when they change, not only with the worker's own finish."""
+    cluster = started(decode_blocks=9, scheduler=SchedulerConfig(8, 64, 8, 0.0))
+    requests = []
+    for i in range(3):
+        cluster.submit(stub_spec(f"r{i}", range(i, i + 8), 26))
+        requests.append(cluster.router.requests[RequestId(f"r{i}")])  # type: ignore[union-attr]
+    assert cluster.run(30, lambda: any(r.num_preemptions and r.end is None for r in requests))
+    (request, *_) = [r for r in requests if r.num_preemptions and r.end is None]
+    assert cluster.router is not None
+    before = cluster.router.counters["preempted"]
+    cluster.router.cancel(request.request_id, cluster.clock.now)
+    assert cluster.router.counters["preempted"] >= before + 1
+
+
+def test_transfer_time_is_that_of_the_copies() -> None:
+    """Bytes over the time in which they moved: the clock is read after the copies."""
+    cluster = started(blocks_per_poll=100)
+    decode = cluster.named("decode")
+    poll = decode.connector.poll
+
+    def slow_poll(now: float) -> object:
+        results = poll(now)
+        if results:
+            cluster.clock.now += 0.25
+        return results
+
+    decode.connector.poll = slow_poll
+    cluster.submit(stub_spec("r", range(60, 80), 3))
+    request = next(iter(cluster.router.requests.values()))  # type: ignore[union-attr]
+    cluster.run_until_ended()
+    assert request.decode_stats is not None and request.decode_stats.transfer is not None
+    assert (request.decode_stats.transfer.transfer_s or 0.0) >= 0.25
+    assert (request.decode_stats.decode_wait_s or 0.0) < 0.25

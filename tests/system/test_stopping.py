@@ -20,7 +20,7 @@ from kvferry.cluster.errors import PortUnavailable, WorkerLost
 from kvferry.cluster.grpc_server import GrpcServer, check_port
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.ray_session import init_ray
-from kvferry.cluster.router import RouterConfig
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer

@@ -13,7 +13,8 @@ from typing import TypeVar
 import pytest
 
 from kvferry.cluster.policy import LeastLoaded
-from kvferry.cluster.router import Router, RouterConfig
+from kvferry.cluster.router import Router
+from kvferry.cluster.router_config import RouterConfig
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.batch import RunnerOutput, SchedulerOutput
 from kvferry.engine.request import Attempt, RequestId

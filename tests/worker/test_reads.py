@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -23,6 +23,11 @@ from tests.worker.making import MadeWorker, make_worker
 SOURCE, READER = NodeRef("prefill-0", 2), NodeRef("decode-0", 3)
 NUM_BLOCKS = 6
 SENTINEL = 0xA5
+
+
+def at(now: float) -> Callable[[], float]:
+    """A clock that stands at ``now``."""
+    return lambda: now
 
 
 @dataclass
@@ -69,7 +74,7 @@ def test_targets_of_an_aborted_request_go_to_nobody_while_the_read_runs() -> Non
     for num_ended in range(NUM_BLOCKS):
         with pytest.raises(OutOfBlocks):
             bench.pool.allocate(num_ended + 1)
-        assert bench.reads.poll(float(num_ended)) == 1
+        assert bench.reads.poll(at(float(num_ended))) == 1
     assert sorted(bench.pool.allocate(NUM_BLOCKS)) == sorted(targets)
     assert len(bench.reads) == 0
 
@@ -78,14 +83,14 @@ def test_after_a_cancel_the_targets_are_free_at_once_and_never_written_again() -
     bench = Bench()
     targets = bench.pool.allocate(NUM_BLOCKS)
     read_id = bench.start(targets)
-    bench.reads.poll(0.0)
+    bench.reads.poll(at(0.0))
     bench.pool.release(targets)
     bench.reads.cancel(read_id)
     assert len(bench.reads) == 0
     for block in bench.pool.allocate(NUM_BLOCKS):
         bench.reader.memory.blocks[block] = SENTINEL
     for now in range(NUM_BLOCKS + 1):
-        assert bench.reads.poll(float(now)) == 0
+        assert bench.reads.poll(at(float(now))) == 0
         bench.connector.poll(float(now))
     assert (bench.reader.memory.blocks == SENTINEL).all()
     assert len(bench.ended) == 1
@@ -97,7 +102,7 @@ def test_a_lost_result_keeps_its_target_until_the_fence() -> None:
     read_id = bench.start(targets)
     bench.pool.release(targets)
     for now in range(100):
-        assert bench.reads.poll(float(now)) == 0
+        assert bench.reads.poll(at(float(now))) == 0
     assert bench.pool.num_free == NUM_BLOCKS - 2
     bench.reads.cancel(read_id)
     assert bench.pool.num_free == NUM_BLOCKS
@@ -108,7 +113,7 @@ def test_a_result_that_comes_twice_ends_its_block_once() -> None:
     targets = bench.pool.allocate(3)
     bench.start(targets)
     bench.pool.release(targets)
-    total = sum(bench.reads.poll(now / 4) for now in range(40))
+    total = sum(bench.reads.poll(at(now / 4)) for now in range(40))
     assert total == len(bench.ended) == 3
     assert sorted(result.index for result in bench.ended) == [0, 1, 2]
     assert bench.connector.injected["duplicate"] == 3
@@ -119,13 +124,13 @@ def test_a_late_second_result_does_not_end_the_next_read_into_the_same_block() -
     bench = Bench(FaultPlan(duplicate=1.0), blocks_per_poll=1)
     (target,) = bench.pool.allocate(1)
     bench.start([target])
-    bench.reads.poll(0.0)
+    bench.reads.poll(at(0.0))
     bench.pool.release([target])
     held = bench.pool.allocate(NUM_BLOCKS)
     bench.start([held[-1]])
     bench.pool.release(held)
     assert bench.pool.num_free == NUM_BLOCKS - 1
-    bench.reads.poll(1.0)
+    bench.reads.poll(at(1.0))
     assert bench.pool.num_free == NUM_BLOCKS
     assert len(bench.ended) == 2
 
@@ -135,7 +140,7 @@ def test_cancelling_twice_or_an_unknown_or_ended_read_changes_nothing() -> None:
     targets = bench.pool.allocate(2)
     read_id = bench.start(targets)
     bench.reads.cancel(ReadId(read_id + 1))
-    bench.reads.poll(0.0)
+    bench.reads.poll(at(0.0))
     bench.reads.cancel(read_id)
     second = bench.start([bench.pool.allocate(1)[0]])
     bench.reads.cancel(second)
@@ -158,7 +163,7 @@ def test_a_block_s_end_may_cancel_reads_whose_results_come_in_the_same_poll() ->
 
     for pair in (targets[:2], targets[2:]):
         ids.append(bench.reads.start(bench.peer, bench.moves(pair), "r", 1, drop_everything))
-    assert bench.reads.poll(0.0) == 1
+    assert bench.reads.poll(at(0.0)) == 1
     assert heard == targets[:1]
     assert bench.pool.num_free == NUM_BLOCKS
     assert len(bench.reads) == 0
@@ -176,7 +181,7 @@ def test_the_targets_are_the_pool_s_before_the_listener_hears_of_the_end() -> No
         1,
         lambda result, now: seen.append(bench.pool.blocks[target].num_transfers),
     )
-    bench.reads.poll(0.0)
+    bench.reads.poll(at(0.0))
     assert seen == [0]
 
 
@@ -187,9 +192,9 @@ def test_running_targets_are_named_to_the_audit_and_ended_ones_are_not() -> None
     assert [
         (o.kind, o.block_id, o.request_id, o.attempt, o.peer) for o in bench.reads.owners()
     ] == [(OwnerKind.WRITER, target, "r", 1, SOURCE.node_id) for target in targets]
-    bench.reads.poll(0.0)
+    bench.reads.poll(at(0.0))
     assert [o.block_id for o in bench.reads.owners()] == targets[1:]
-    bench.reads.poll(0.0)
+    bench.reads.poll(at(0.0))
     assert list(bench.reads.owners()) == []
 
 
@@ -258,7 +263,7 @@ class ReadsMachine(RuleBasedStateMachine):
     def poll(self, after: float) -> None:
         self.now += after
         before = sum(len(t.heard) for t in self.tries)
-        ended = self.bench.reads.poll(self.now)
+        ended = self.bench.reads.poll(at(self.now))
         assert ended == sum(len(t.heard) for t in self.tries) - before
 
     @precondition(lambda self: self.tries)

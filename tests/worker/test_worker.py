@@ -247,7 +247,7 @@ def test_waiting_tokens_are_reported_as_queued() -> None:
     load = made.worker.load()
     assert (load.num_running, load.num_waiting, load.queued_tokens) == (0, 1, 30)
     assert made.worker.has_work
-    assert made.worker.step(0.0)
+    assert made.worker.step()
     load = made.worker.load()
     assert (load.num_running, load.num_waiting, load.queued_tokens) == (1, 0, 22)
 
@@ -413,7 +413,7 @@ def test_a_message_about_something_unknown_creates_no_state(
         made, prefill, decode = with_both_roles()
         made.worker.deliver(Envelope(sender, OWN, seq, heard, message), 0.1)
         made.worker.tick(0.2)
-        made.worker.step(0.2)
+        made.worker.step()
         assert not prefill.jobs and not len(prefill.leases) and not decode.legs
         assert not made.worker.engine.scheduler.sequences
         assert not len(made.worker.reads)

@@ -1,0 +1,88 @@
+"""From the configuration to the settings of each worker and of the router. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvferry.cluster.config import Config
+from kvferry.cluster.router_actor import RouterSettings
+from kvferry.cluster.router_config import RouterConfig
+from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.kv_transfer.faults import FaultPlan
+from kvferry.worker.build import WorkerSettings
+from kvferry.worker.messages import NodeRef
+from kvferry.worker.worker import WorkerTimes
+
+
+def worker_settings(
+    config: Config, model_folder: Path, epoch: Callable[[], int]
+) -> list[tuple[str, WorkerSettings]]:
+    """The workers that a configuration asks for: (role, settings)."""
+    replicas = config.replicas()
+    counts = {
+        "prefill": replicas.prefill,
+        "decode": replicas.decode,
+        "colocated": replicas.colocated,
+    }
+    total = sum(counts.values())
+    share = max(1, len(os.sched_getaffinity(0)) // total)
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    kv_dtype = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
+    faults = config.transfer.faults
+    settings = []
+    for role, count in counts.items():
+        section = getattr(config, role)
+        for index in range(count):
+            setting = WorkerSettings(
+                ref=NodeRef(f"{role}-{index}", epoch()),
+                model_folder=str(model_folder),
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                scheduler=SchedulerConfig(
+                    config.scheduler.max_num_seqs,
+                    config.scheduler.max_num_batched_tokens,
+                    config.scheduler.chunk_tokens,
+                    config.scheduler.watermark,
+                ),
+                times=WorkerTimes(
+                    config.transfer.list_period,
+                    config.transfer.heartbeat,
+                    config.router.heartbeat_timeout,
+                    config.transfer.stall_limit,
+                    config.transfer.read_timeout,
+                ),
+                block_size=config.cache.block_size,
+                max_model_len=config.model.max_model_len,
+                num_blocks=section.num_blocks or config.cache.num_blocks,
+                pool_bytes=None if section.num_blocks else config.cache.memory,
+                memory_share=1.0 / total,
+                threads=section.threads or share,
+                checksum=config.transfer.checksum != "never",
+                max_in_flight_blocks=config.transfer.max_in_flight_blocks,
+                faults=None if faults == type(faults)() else FaultPlan(**faults.model_dump()),
+                audit_every_step=config.debug.audit_every_step,
+            )
+            settings.append((role, setting))
+    return settings
+
+
+def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str) -> RouterSettings:
+    """The router's settings, listening on ``grpc``."""
+    return RouterSettings(
+        ref,
+        str(model_folder),
+        grpc,
+        RouterConfig(
+            config.router.queue_limit,
+            config.router.max_attempts,
+            config.router.worker_wait,
+            config.transfer.list_period,
+            config.transfer.heartbeat,
+            config.router.heartbeat_timeout,
+            config.transfer.stall_limit,
+        ),
+        config.router.prefill_window,
+        config.model.served_name,
+    )

@@ -1,0 +1,222 @@
+"""Keeping the cluster's processes alive: a thread beside the launcher.
+
+Watches the workers and the router, ends what is suspected (a stopped process too, so that it
+cannot come back as a second life of itself) and starts it again under a new epoch; the other
+side is never restarted. What is due, and when, ``cluster.supervisor`` decides; this shell asks
+Ray and the router. It never waits for one process while another needs it.
+
+Detection: Ray tells that a process has died; the router tells, from its own heartbeats, that a
+worker is silent; a router that does not answer for ``ROUTER_PATIENCE_S`` is taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from kvferry.cluster.ray_actors import node_id
+from kvferry.cluster.supervisor import Supervisor
+from kvferry.worker.description import WorkerDescription
+from kvferry.worker.messages import NodeRef
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.1
+ROUTER_PATIENCE_S = 2.0
+
+
+@dataclass(slots=True)
+class RunningWorker:
+    """A worker's actor; ``ended`` is a pending call that fails or returns when it has ended."""
+
+    actor: Any
+    description: WorkerDescription
+    ended: Any
+
+
+@dataclass(slots=True)
+class RunningRouter:
+    """The router's actor and its process on a node."""
+
+    actor: Any
+    pid: int
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """How processes are started: each call returns at once with (actor, pending result)."""
+
+    worker: Callable[[str], tuple[Any, Any]]
+    router: Callable[[list[WorkerDescription]], tuple[Any, Any]]
+
+
+class Supervision:
+    """See the module. ``stop`` ends the watching, not the processes."""
+
+    def __init__(self, starts: Starts, workers: list[RunningWorker], router: RunningRouter) -> None:
+        self._starts = starts
+        self._supervisor = Supervisor()
+        self._workers = {w.description.member.ref.node_id: w for w in workers}
+        self._router = router
+        self._starting: dict[str, tuple[Any, Any]] = {}
+        self._starting_router: tuple[Any, Any] | None = None
+        self._asked: Any = None
+        self._asked_at = 0.0
+        self._this_node = node_id(None)
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvferry-supervision", daemon=True)
+        for worker in workers:
+            ref = worker.description.member.ref
+            self._supervisor.started(ref.node_id, ref, time.monotonic())
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer; what is being started is ended."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(10.0)
+        for actor, _ in [*self._starting.values(), *filter(None, [self._starting_router])]:
+            ray.kill(actor)
+
+    def actors(self) -> tuple[Any, list[Any]]:
+        """The present router actor and worker actors."""
+        with self._lock:
+            return self._router.actor, [worker.actor for worker in self._workers.values()]
+
+    def _run(self) -> None:
+        while not self._stopping.wait(PERIOD_S):
+            try:
+                self._turn(time.monotonic())
+            except Exception:  # the thread's boundary: watching must go on
+                logger.exception("supervision: a turn failed")
+
+    def _turn(self, now: float) -> None:
+        self._watch_workers(now)
+        self._watch_router(now)
+        self._finish_starts(now)
+        for name in self._supervisor.due(now):
+            logger.warning("starting %s again", name)
+            self._starting[name] = self._starts.worker(name)
+
+    # --- workers ----------------------------------------------------------------------------
+
+    def _watch_workers(self, now: float) -> None:
+        """What Ray says: a pending call per worker ends when its process does."""
+        for worker in list(self._workers.values()):
+            if not _is_done(worker.ended):
+                continue
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(worker.ended)
+            self._lost(worker, "its process has ended", now, tell=True)
+
+    def _lost(self, worker: RunningWorker, why: str, now: float, tell: bool) -> None:
+        ref = worker.description.member.ref
+        if not self._supervisor.lost(ref, now):
+            return
+        logger.warning("%s (epoch %d) is lost: %s", ref.node_id, ref.epoch, why)
+        with self._lock:
+            del self._workers[ref.node_id]
+        self._kill(worker.actor, worker.description.pid, worker.description.node_id)
+        if tell:
+            self._router.actor.worker_died.remote(ref, why)
+
+    def _finish_starts(self, now: float) -> None:
+        for name, (actor, pending) in list(self._starting.items()):
+            if not _is_done(pending):
+                continue
+            del self._starting[name]
+            try:
+                description: WorkerDescription = ray.get(pending)
+            except ray.exceptions.RayError as error:
+                logger.error("%s did not start: %s", name, error)
+                ray.kill(actor)
+                self._supervisor.failed_to_start(name, now)
+                continue
+            restarts = self._supervisor.num_restarts(name)
+            description = replace(description, num_restarts=restarts)
+            with self._lock:
+                self._workers[name] = RunningWorker(actor, description, actor.wait.remote())
+            self._supervisor.started(name, description.member.ref, now)
+            self._router.actor.register.remote(description)
+
+    def _kill(self, actor: Any, pid: int, where: str | None) -> None:
+        """Make sure that a suspect is dead: a stopped process does not answer Ray."""
+        if where == self._this_node:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ray.kill(actor)
+
+    # --- the router -------------------------------------------------------------------------
+
+    def _watch_router(self, now: float) -> None:
+        """Ask which workers it has lost; the asking shows whether it lives."""
+        if self._starting_router is not None:
+            self._finish_router_start()
+            return
+        if self._asked is None:
+            self._asked, self._asked_at = self._router.actor.lost_workers.remote(), now
+            return
+        if not _is_done(self._asked):
+            if now - self._asked_at > ROUTER_PATIENCE_S:
+                self._restart_router(f"it has not answered for {now - self._asked_at:.1f} s")
+            return
+        asked, self._asked = self._asked, None
+        try:
+            lost: list[NodeRef] = ray.get(asked)
+        except ray.exceptions.RayError as error:
+            self._restart_router(type(error).__name__)
+            return
+        for ref in lost:
+            worker = self._workers.get(ref.node_id)
+            if worker is not None and worker.description.member.ref == ref:
+                self._lost(worker, "the router hears nothing of it", now, tell=False)
+
+    def _restart_router(self, why: str) -> None:
+        logger.warning("the router is lost (%s): starting another", why)
+        self._kill(self._router.actor, self._router.pid, self._router.node_id)
+        self._asked = None
+        self._starting_router = self._starts.router(
+            [worker.description for worker in self._workers.values()]
+        )
+
+    def _finish_router_start(self) -> None:
+        assert self._starting_router is not None
+        actor, pending = self._starting_router
+        if not _is_done(pending):
+            return
+        try:
+            ray.get(pending)
+            found = RunningRouter(actor, *ray.get(actor.whereabouts.remote(node_id)))
+        except ray.exceptions.RayError as error:
+            logger.error("the router did not start, trying again: %s", error)
+            ray.kill(actor)
+            self._starting_router = self._starts.router(
+                [worker.description for worker in self._workers.values()]
+            )
+            return
+        self._starting_router = None
+        with self._lock:
+            self._router = found
+        known = {worker.description.member.ref for worker in self._workers.values()}
+        logger.warning("a new router serves, with %d workers", len(known))
+        for worker in self._workers.values():  # those that came while it was starting
+            actor.register.remote(worker.description)
+
+
+def _is_done(ref: Any) -> bool:
+    ready, _ = ray.wait([ref], timeout=0)
+    return bool(ready)
