@@ -57,7 +57,7 @@ class SourceLimits:
     socket_buffer_bytes: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Reader:
     """A connection. ``deadline`` ends its handshake; None once it is greeted."""
 
