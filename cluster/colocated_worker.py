@@ -11,5 +11,5 @@ from kvferry.worker.build import WorkerSettings
 class ColocatedWorker(WorkerActor):
     """See ``WorkerActor``."""
 
-    def __init__(self, settings: WorkerSettings, bind_host: str, log_level: str) -> None:
-        super().__init__(settings, (PrefillRole, DecodeRole), bind_host, log_level)
+    def __init__(self, settings: WorkerSettings, log_level: str) -> None:
+        super().__init__(settings, (PrefillRole, DecodeRole), log_level)

@@ -39,7 +39,7 @@ _LATER_KEYS = {
     "colocated": ("resources",),
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
-    "server": ("http", "metrics", "max_message_bytes", "keepalive", "tls", "auth"),
+    "server": ("http", "metrics", "tls", "auth"),
     "debug": ("kernels", "isa"),
 }
 _LATER_VALUES = {
@@ -48,7 +48,7 @@ _LATER_VALUES = {
     "prefill.device": ("cuda",),
     "decode.device": ("cuda",),
     "colocated.device": ("cuda",),
-    "transfer.connector": ("tcp", "nixl"),
+    "transfer.connector": ("nixl",),
     "router.policy": ("round_robin", "random", "prefix_affinity", "cost"),
 }
 # Setting one of a pair by override takes back the file's choice of the other.

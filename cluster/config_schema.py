@@ -153,7 +153,7 @@ class TransferConfig(_Section):
     peer; ``checksum`` auto verifies every block.
     """
 
-    connector: Literal["auto", "shm"] = "auto"
+    connector: Literal["auto", "shm", "tcp"] = "auto"
     checksum: Literal["auto", "always", "never"] = "auto"
     list_period: Annotated[Duration, Field(ge=0.01, le=60)] = 1.0
     stall_limit: Annotated[Duration, Field(ge=0.1, le=3600)] = 30.0
@@ -179,9 +179,18 @@ class RouterConfig(_Section):
 
 
 class ServerConfig(_Section):
-    """The addresses that clients reach."""
+    """The addresses that clients reach, and what they may do there.
+
+    A connection that has been idle for ``keepalive`` is pinged, and dropped if it does not answer
+    for ``keepalive_timeout``; a client that takes nothing of its stream for ``slow_client_limit``
+    has its request cancelled. ``max_message_bytes`` bounds what is received.
+    """
 
     grpc: HostPort = "127.0.0.1:50051"
+    max_message_bytes: Annotated[Size, Field(ge=1024, lt=2**31)] = 4 * 2**20
+    keepalive: Annotated[Duration, Field(ge=1, le=86400)] = 30.0
+    keepalive_timeout: Annotated[Duration, Field(ge=1, le=86400)] = 10.0
+    slow_client_limit: Annotated[Duration, Field(ge=0.1, le=86400)] = 30.0
 
 
 class RayConfig(_Section):

@@ -16,10 +16,12 @@ import ray
 
 from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
+from kvferry.cluster.deaths import Death
 from kvferry.cluster.errors import NotReady
 from kvferry.cluster.grpc_server import check_port
 from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_actor
 from kvferry.cluster.ray_session import init_ray
+from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, served_model
 from kvferry.cluster.settings import router_settings, worker_settings
 from kvferry.cluster.supervision import RunningRouter, RunningWorker, Starts, Supervision
@@ -59,10 +61,7 @@ class Cluster:
         self._config = config
         self._model_folder = model_folder
         self._owns_ray = owns_ray
-        self._settings = {
-            setting.ref.node_id: (role, setting)
-            for role, setting in worker_settings(config, model_folder, next_epoch)
-        }
+        self._settings: dict[str, tuple[str, WorkerSettings]] = {}
         self._router: Any = None
         self._actors: list[Any] = []
         self._supervision: Supervision | None = None
@@ -90,6 +89,10 @@ class Cluster:
 
     def _start(self, progress: Say) -> None:
         self.ray_address = ray.get_runtime_context().gcs_address
+        self._settings = {
+            setting.ref.node_id: (role, setting)
+            for role, setting in worker_settings(self._config, self._model_folder, next_epoch)
+        }
         progress(f"starting {len(self._settings)} workers and the router")
         self._router = self._new_router()
         started = []
@@ -131,7 +134,7 @@ class Cluster:
     def _start_worker(self, setting: WorkerSettings) -> tuple[Any, Any]:
         role, _ = self._settings[setting.ref.node_id]
         actor = remote_actor(ROLES[role], setting.threads, self._config).remote(
-            setting, "127.0.0.1", self._log_level
+            setting, self._log_level
         )
         return actor, actor.start.remote(actor.__ray_call__.remote(node_id))
 
@@ -148,6 +151,26 @@ class Cluster:
     @property
     def _log_level(self) -> str:
         return self._config.logging.level.upper()
+
+    def processes(self) -> dict[NodeRef, int]:
+        """Process ids of the workers and the router in their present lives."""
+        assert self._supervision is not None
+        return self._supervision.processes()
+
+    def deaths(self) -> list[Death]:
+        """The last deaths that were declared."""
+        assert self._supervision is not None
+        return self._supervision.deaths()
+
+    def request_views(self, timeout_s: float = 2.0) -> list[RequestView] | None:
+        """Every live request of the router; None while no router answers."""
+        assert self._supervision is not None
+        router, _ = self._supervision.actors()
+        try:
+            views: list[RequestView] = ray.get(router.request_views.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError:  # a time-out too
+            return None
+        return views
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Let streams finish for half the time, end the rest, end every process; idempotent."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvferry.cluster.config import Config
 from kvferry.cluster.router_actor import RouterSettings
 from kvferry.cluster.router_config import RouterConfig
+from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
@@ -59,6 +60,7 @@ def worker_settings(
                 pool_bytes=None if section.num_blocks else config.cache.memory,
                 memory_share=1.0 / total,
                 threads=section.threads or share,
+                connector=config.transfer.connector,
                 checksum=config.transfer.checksum != "never",
                 max_in_flight_blocks=config.transfer.max_in_flight_blocks,
                 faults=None if faults == type(faults)() else FaultPlan(**faults.model_dump()),
@@ -85,4 +87,10 @@ def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str)
         ),
         config.router.prefill_window,
         config.model.served_name,
+        limits=ServerLimits(
+            config.server.max_message_bytes,
+            config.server.keepalive,
+            config.server.keepalive_timeout,
+            config.server.slow_client_limit,
+        ),
     )

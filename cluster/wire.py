@@ -150,6 +150,7 @@ def worker_status(
             epoch=peer.ref.epoch,
             connector=peer.connector,
             state="connected" if peer.connected else f"failed: {peer.error}",
+            reason=peer.reason,
         )
         for peer in load.peers
     )

@@ -10,5 +10,5 @@ from kvferry.worker.build import WorkerSettings
 class DecodeWorker(WorkerActor):
     """See ``WorkerActor``."""
 
-    def __init__(self, settings: WorkerSettings, bind_host: str, log_level: str) -> None:
-        super().__init__(settings, (DecodeRole,), bind_host, log_level)
+    def __init__(self, settings: WorkerSettings, log_level: str) -> None:
+        super().__init__(settings, (DecodeRole,), log_level)

@@ -104,7 +104,7 @@ class Puller:
             self._worker.lose_connection(peer)
             return  # the connection is tried again
         pull.reading[read_id] = Reading({block.start for block in wanted}, now)
-        pull.connector = peer.info.connector
+        pull.connector = peer.connector
         if self._used.get(peer.info.worker_id) is not peer:
             self._used[peer.info.worker_id] = peer
             pull.setup_s = peer.setup_s

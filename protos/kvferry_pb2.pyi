@@ -479,18 +479,20 @@ class KVUsage(_message.Message):
     def __init__(self, num_total: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., usage: _Optional[float] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("worker_id", "epoch", "connector", "state", "bandwidth_bytes_per_s")
+    __slots__ = ("worker_id", "epoch", "connector", "state", "bandwidth_bytes_per_s", "reason")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     connector: str
     state: str
     bandwidth_bytes_per_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., connector: _Optional[str] = ..., state: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., connector: _Optional[str] = ..., state: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("accepted", "finished_stop", "finished_length", "aborted", "failed", "rejected", "preempted", "recovered", "stale_refused")

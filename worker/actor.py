@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from kvferry.kv_transfer.choosing import endpoints_of
 from kvferry.worker.build import WorkerSettings, build_worker
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import Member
@@ -28,13 +29,11 @@ class WorkerActor:
         self,
         settings: WorkerSettings,
         roles: Sequence[RoleFactory],
-        bind_host: str = "127.0.0.1",
         log_level: str = "WARNING",
     ) -> None:
         logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
         self._settings = settings
         self._roles = roles
-        self._bind_host = bind_host
         self._process: WorkerProcess | None = None
         self._ended = threading.Event()
 
@@ -45,7 +44,7 @@ class WorkerActor:
         for role in self._roles:
             worker.attach(role(worker))
         self._process = WorkerProcess(
-            worker, self._bind_host, self._settings.audit_every_step, self._ended.set
+            worker, self._settings.host, self._settings.audit_every_step, self._ended.set
         )
         self._process.start()
         info = worker.connector.local_info()
@@ -62,7 +61,7 @@ class WorkerActor:
             threads=self._settings.threads,
             kernels="reference",
             isa=None,
-            connectors=(info.connector,),
+            connectors=tuple(endpoint.connector for endpoint in endpoints_of(info)),
             model=built.model,
             layout=built.layout,
             dtype=self._settings.dtype,

@@ -20,10 +20,10 @@ from kvferry.engine.pool_sizing import PoolSize, memory_limit, size_pool
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.layout import KVCacheLayout
-from kvferry.kv_transfer.connector import KVConnector
-from kvferry.kv_transfer.faults import FaultPlan, FaultyConnector
+from kvferry.kv_transfer.choosing import AUTO
+from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
-from kvferry.kv_transfer.shm import ShmConnector
+from kvferry.worker.connectors import make_connector
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import Worker, WorkerTimes
 
@@ -42,6 +42,8 @@ class WorkerSettings:
         num_blocks, pool_bytes: the pool as asked for; both None sizes it automatically.
         memory_share: this worker's part of the machine's memory, for automatic sizing.
         threads: compute threads.
+        connector: ``auto``, ``shm`` or ``tcp``.
+        host: address that this worker listens on.
         checksum: verify a digest of every block moved.
         max_in_flight_blocks: blocks copied per poll of the connector.
         faults: what to inject into transfers, for trials.
@@ -59,6 +61,8 @@ class WorkerSettings:
     pool_bytes: int | None = None
     memory_share: float = 0.5
     threads: int = 1
+    connector: str = AUTO
+    host: str = "127.0.0.1"
     checksum: bool = True
     max_in_flight_blocks: int = 64
     faults: FaultPlan | None = None
@@ -93,16 +97,17 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
     )
     memory = allocate_shared(pool_size.num_blocks, layout.block_bytes())
     model_id = f"{config.name}@{config.revision}"
-    shm = ShmConnector(
+    connector = make_connector(
         memory,
-        worker_id=settings.ref.node_id,
-        epoch=settings.ref.epoch,
-        model=model_id,
-        layout=layout,
-        bytes_per_poll=settings.max_in_flight_blocks * layout.block_bytes(),
+        layout,
+        settings.ref,
+        model_id,
+        configured=settings.connector,
+        host=settings.host,
+        checksum=settings.checksum,
+        max_in_flight_blocks=settings.max_in_flight_blocks,
+        faults=settings.faults,
     )
-    faults = settings.faults
-    connector: KVConnector = shm if faults is None else FaultyConnector(shm, faults)
     runner = TorchModelRunner(
         model,
         torch.from_numpy(memory.blocks),

@@ -53,12 +53,13 @@ class RouterHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """A worker's connection to one source; ``error`` is empty when the handshake is done."""
+    """A worker's connection to one source: by which connector and why, or the error."""
 
     ref: NodeRef
     connector: str
     connected: bool
     error: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

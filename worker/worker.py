@@ -350,5 +350,8 @@ class Worker:
     def _peer_states(self) -> Iterator[PeerState]:
         for ref, member in self.members.items():
             if ref in self.peers or ref in self._peer_errors:
-                connector = member.peer_info.connector
-                yield PeerState(ref, connector, ref in self.peers, self._peer_errors.get(ref, ""))
+                peer = self.peers.get(ref)
+                connector = member.peer_info.connector if peer is None else peer.connector
+                reason = "" if peer is None else peer.reason
+                error = self._peer_errors.get(ref, "")
+                yield PeerState(ref, connector, peer is not None, error, reason)

@@ -38,7 +38,9 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
             f"--{role}", metavar="N", type=int, help=f"{role} workers (default: {default})"
         )
     parser.add_argument(
-        "--connector", choices=("auto", "shm"), help="how KV blocks are moved (default: auto)"
+        "--connector",
+        choices=("auto", "shm", "tcp"),
+        help="how KV blocks are moved; auto: shared memory on one host, else TCP (default: auto)",
     )
 
 

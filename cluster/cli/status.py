@@ -58,6 +58,11 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
             f"{entry.heartbeat_age_s:.1f} s" if entry.HasField("heartbeat_age_s") else "?",
         )
     console.print(table)
+    for entry in status.workers:
+        for peer in entry.peers:
+            why = f" ({peer.reason})" if peer.reason else ""
+            line = f"{entry.worker.worker_id} reads {peer.worker_id} by {peer.connector}{why}"
+            console.print(f"{line}: {peer.state}", markup=False)
     counters = ((field.name, value) for field, value in status.counters.ListFields())
     console.print(", ".join(f"{name} {value}" for name, value in counters) or "no requests yet")
 

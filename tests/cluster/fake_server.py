@@ -78,6 +78,17 @@ def status_response() -> pb.StatusResponse:
             ),
             heartbeat_age_s=0.1,
             kv=pb.KVUsage(num_total=8, num_free=8),
+            peers=[
+                pb.Peer(
+                    worker_id="prefill-0",
+                    epoch=1,
+                    connector="shm",
+                    state="connected",
+                    reason="same host",
+                )
+            ]
+            if role == "decode"
+            else [],
         )
         for epoch, role in enumerate(("prefill", "decode"), start=1)
     ]

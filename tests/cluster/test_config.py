@@ -106,7 +106,7 @@ def test_keys_of_later_versions_are_refused_by_name(key: str) -> None:
     ("key", "value", "instead"),
     [
         ("model.dtype", "int8", "auto or float32 or bfloat16"),
-        ("transfer.connector", "tcp", "auto or shm"),
+        ("transfer.connector", "nixl", "auto or shm or tcp"),
         ("scheduler.policy", "priority", "fcfs"),
         ("router.policy", "cost", "least_loaded"),
         ("decode.device", "cuda", "auto or cpu"),

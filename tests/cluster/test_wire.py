@@ -186,7 +186,10 @@ LOAD = m.LoadReport(
     stale_refused=5,
     prefill_tokens_per_s=100.0,
     decode_step_s=0.5,
-    peers=(m.PeerState(PEER, "local", True), m.PeerState(PEER, "local", False, "why")),
+    peers=(
+        m.PeerState(PEER, "local", True, reason="same host"),
+        m.PeerState(PEER, "local", False, "why"),
+    ),
 )
 
 

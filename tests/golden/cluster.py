@@ -6,6 +6,7 @@ step and each read happens; the bytes go through real pools and real descriptors
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,9 +23,9 @@ from kvferry.engine.request import RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_transfer.memory import SharedPoolMemory, allocate_shared
-from kvferry.kv_transfer.shm import ShmConnector
+from kvferry.worker.connectors import make_connector
 from kvferry.worker.messages import NodeRef
-from kvferry.worker.worker import Worker
+from kvferry.worker.worker import Worker, WorkerTimes
 from tests.sim.cluster import SimCluster, SimWorker
 
 
@@ -56,6 +57,8 @@ class RealCluster(SimCluster):
     prefill_blocks: int = 64
     decode_blocks: int = 96
     blocks_per_poll: int = 4
+    connector: str = "shm"
+    times: WorkerTimes = field(default_factory=lambda: WorkerTimes(read_timeout=1e9))
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(8, 64, 32, watermark=0.0)
     )
@@ -67,13 +70,13 @@ class RealCluster(SimCluster):
         layout = kv_layout(self.model.config, self.block_size, "float32")
         memory = allocate_shared(num_blocks, layout.block_bytes())
         self.memories[ref] = memory
-        connector = ShmConnector(
+        connector = make_connector(
             memory,
-            worker_id=ref.node_id,
-            epoch=ref.epoch,
-            model="golden",
-            layout=layout,
-            bytes_per_poll=self.blocks_per_poll * layout.block_bytes(),
+            layout,
+            ref,
+            "golden",
+            configured=self.connector,
+            max_in_flight_blocks=self.blocks_per_poll,
         )
         runner = WatchedRunner(
             TorchModelRunner(
@@ -88,6 +91,12 @@ class RealCluster(SimCluster):
         pool = BlockPool(num_blocks, memory.raise_generation)
         engine = Engine(self.scheduler, runner, pool, self.block_size, "golden", self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
+
+    def advance(self) -> None:
+        """One tick; virtual time stands for computing, so a real socket gets real time too."""
+        super().advance()
+        if any(sim.alive and len(sim.worker.reads) for sim in self.workers):
+            time.sleep(0.0005)
 
     def block(self, sim: SimWorker, block_id: int) -> NDArray[np.float32]:
         """One block as ``[layer, plane, head, slot, dim]``."""

@@ -106,10 +106,14 @@ def outputs(cluster: RealCluster) -> dict[str, list[int]]:
     return {name: listener.tokens for name, listener in cluster.listeners.items()}
 
 
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_disaggregated_tokens_equal_the_reference_and_decode_computes_no_prompt(
-    model: LlamaModel, prompts: dict[str, list[int]], golden: dict[str, list[int]]
+    model: LlamaModel,
+    prompts: dict[str, list[int]],
+    golden: dict[str, list[int]],
+    connector: str,
 ) -> None:
-    cluster = RealCluster(model=model)
+    cluster = RealCluster(model=model, connector=connector)
     cluster.named("decode").runner.forbid_prompt = True
     requests = run_all(cluster, prompts)
     assert outputs(cluster) == golden
@@ -117,6 +121,7 @@ def test_disaggregated_tokens_equal_the_reference_and_decode_computes_no_prompt(
     for name, ids in prompts.items():
         stats = requests[name].decode_stats
         assert stats.recomputed_prompt_tokens == 0
+        assert stats.transfer.connector == connector
         assert stats.transfer.blocks_moved == -(-len(ids) // 16)
         assert stats.transfer.bytes_moved == stats.transfer.blocks_moved * block_bytes
         assert requests[name].num_attempts == 1
@@ -136,10 +141,14 @@ def test_colocated_tokens_equal_the_reference(
     cluster.close()
 
 
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_tokens_equal_the_reference_when_a_byte_of_a_block_flips_in_flight(
-    model: LlamaModel, prompts: dict[str, list[int]], golden: dict[str, list[int]]
+    model: LlamaModel,
+    prompts: dict[str, list[int]],
+    golden: dict[str, list[int]],
+    connector: str,
 ) -> None:
-    cluster = RealCluster(model=model)
+    cluster = RealCluster(model=model, connector=connector)
     flipped: list[object] = []
 
     def flip_once(move: object, target: Any) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.request import RequestId
 from kvferry.kv_cache.audit import BlockClass, Owner, OwnerKind
+from kvferry.kv_transfer.choosing import ONLY_ONE
 from kvferry.kv_transfer.connector import BlockRef, Move
 from kvferry.kv_transfer.local import LocalFabric
 from kvferry.prefill_worker.role import PrefillRole
@@ -273,7 +274,7 @@ def test_a_decode_worker_opens_the_prefill_workers_and_says_so() -> None:
     other = make_worker(fabric, NodeRef("decode-1", 8), (Role.DECODE,))
     Sender(made.worker).send(membership(made.member, source.member, other.member))
     assert list(made.worker.peers) == [P0]
-    assert made.worker.load().peers == (m.PeerState(P0, "local", True),)
+    assert made.worker.load().peers == (m.PeerState(P0, "local", True, reason=ONLY_ONE),)
 
 
 def test_a_prefill_worker_opens_nobody() -> None:
@@ -301,7 +302,7 @@ def test_a_source_that_is_not_there_yet_is_tried_again_every_period() -> None:
     fabric.register(replace(source.connector.local_info(), address="local:later"), source.memory)
     made.worker.tick(0.0)
     (state,) = made.worker.load().peers
-    assert state == m.PeerState(P0, "local", True)
+    assert state == m.PeerState(P0, "local", True, reason=ONLY_ONE)
 
 
 def test_an_incompatible_source_is_named_with_both_values_and_not_tried_again() -> None:
@@ -319,7 +320,9 @@ def test_an_incompatible_source_is_named_with_both_values_and_not_tried_again() 
     assert "other@2" in state.error and "stub@1" in state.error
     successor = make_worker(fabric, NodeRef(P0.node_id, P0.epoch + 1), (Role.PREFILL,))
     router.send(membership(successor.member, version=2), now=2.0)
-    assert made.worker.load().peers == (m.PeerState(successor.member.ref, "local", True),)
+    assert made.worker.load().peers == (
+        m.PeerState(successor.member.ref, "local", True, reason=ONLY_ONE),
+    )
 
 
 def test_the_connection_to_a_member_that_leaves_is_closed() -> None:
