@@ -225,7 +225,7 @@ class PrefillRole:
             if job.unverified or (job.hand_off is not None and not job.hand_off_received):
                 self._announce(job, job.unverified, now)
         for lease, block_ids in self.leases.sweep(now):
-            self._unpin(block_ids)
+            self._take_back(block_ids)
             job = self.jobs[(RequestId(lease.request_id), Attempt(*lease.attempt))]
             self._fail_job(
                 job,
@@ -274,7 +274,13 @@ class PrefillRole:
 
     def _end_lease(self, job: PrefillJob) -> None:
         job.reader_done = True
-        self._unpin(self.leases.end(job.lease))
+        self._take_back(self.leases.end(job.lease))
+
+    def _take_back(self, block_ids: list[int]) -> None:
+        """Unpin blocks that their reader may still be reading: first nobody is served them."""
+        if block_ids:
+            self._worker.connector.withdraw(block_ids)
+        self._unpin(block_ids)
 
     def _unpin(self, block_ids: list[int]) -> None:
         for block_id in block_ids:

@@ -609,3 +609,20 @@ def test_what_is_held_is_told_with_its_state() -> None:
     assert items[a] == m.HeldItem(a, ATTEMPT, Leg.PREFILL, LegState.FINISHED, tokens_produced=1)
     assert items[b] == m.HeldItem(b, ATTEMPT, Leg.PREFILL, LegState.RUNNING)
     assert bench.role.held(NodeRef("router-1", 9)) == []
+
+
+def test_blocks_whose_lease_ends_unread_are_withdrawn_before_they_are_unpinned() -> None:
+    bench = PrefillBench()
+    bench.ask(length=9)
+    bench.step(3)
+    pool = bench.made.pool
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def withdraw(block_ids: Sequence[int]) -> None:
+        seen.append((list(block_ids), [pool.blocks[b].num_pins for b in block_ids]))
+
+    bench.made.connector.withdraw = withdraw  # type: ignore[method-assign]
+    bench.router.send(m.CancelLeg(R, ATTEMPT, Leg.PREFILL))
+    ((block_ids, pins),) = seen
+    assert len(block_ids) == 3 and pins == [1, 1, 1]
+    assert all(pool.is_free(block_id) for block_id in block_ids)
