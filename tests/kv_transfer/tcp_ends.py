@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +63,12 @@ def is_hung_up(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def has_arrived(connection: socket.socket) -> bool:
+    """Whether the other end's kernel has acknowledged every byte sent."""
+    waiting = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(waiting, sys.byteorder) == 0
 
 
 def receive_message(connection: socket.socket) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 import time
@@ -47,6 +48,7 @@ from tests.kv_transfer.tcp_ends import (
     RawReader,
     RawSource,
     answer,
+    has_arrived,
     is_hung_up,
     read_requests,
     receive,
@@ -289,8 +291,7 @@ def test_two_sources_that_are_both_ahead_are_read_in_turns(
     """A long read of one does not hold back the other, even where a poll has room for one block."""
     budget = LAYOUT.block_bytes()
     reader, peer, connection = joined(raw_source, tcp_host, bytes_per_poll=budget)
-    other = RawSource(replace(raw_source.info, worker_id="other"))
-    other_peer, other_connection = other.join(reader)
+    other_peer, other_connection = raw_source.join(reader)
     move = tcp_host.workers[0].move(0, 0)
     reads = [
         reader.connector.start_read(to, [replace(move, target=first + t) for t in range(4)])
@@ -300,9 +301,9 @@ def test_two_sources_that_are_both_ahead_are_read_in_turns(
     for end in (connection, other_connection):
         for request in read_requests(end, 4):
             end.sendall(answer(request, tcp_host.workers[0].memory.blocks[0]))
+    soon("all there", lambda: has_arrived(connection) and has_arrived(other_connection))
     order = [r.read_id for r in collect(reader.connector, 8)]
     assert all(set(order[i : i + 2]) == set(reads) for i in range(0, 8, 2))
-    other.close()
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -470,7 +471,8 @@ def test_a_connection_that_breaks_again_fails_the_read(
 def test_reads_of_a_source_that_has_gone_fail_and_its_successor_is_another_source(
     tcp_host: Host,
 ) -> None:
-    pair = make_pair(tcp_host)
+    own = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"  # nobody else takes its ports
+    pair = make_pair(tcp_host, host=own)
     info, move = pair.source.connector.local_info(), pair.source.move(0, 0)
     pair.source.connector.close()
     assert pair.read([move])[0].status is FAILED
@@ -482,6 +484,7 @@ def test_reads_of_a_source_that_has_gone_fail_and_its_successor_is_another_sourc
         epoch=8,
         model=MODEL,
         layout=LAYOUT,
+        host=own,
         port=int(info.address.rpartition(":")[2]),
         **PATIENT,
     )
