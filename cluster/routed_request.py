@@ -67,6 +67,23 @@ class RequestEnd:
     error: KVFerryError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A live request at one moment, for whoever watches from outside.
+
+    ``full``: it keeps a place at a decode worker that has no blocks for it yet. ``prefill`` and
+    ``decode`` are the workers that it was last placed on.
+    """
+
+    request_id: RequestId
+    state: RequestState
+    full: bool
+    attempt: int
+    num_delivered: int
+    prefill: NodeRef | None
+    decode: NodeRef | None
+
+
 class RequestListener(Protocol):
     """Who receives a request's tokens: a front door's session."""
 
@@ -142,6 +159,18 @@ class RoutedRequest:
     def decode_worker(self) -> str | None:
         """Name of the worker that last was to decode."""
         return self.decode_ref.node_id if self.decode_ref is not None else None
+
+    def view(self) -> RequestView:
+        """The request as it is now."""
+        return RequestView(
+            self.request_id,
+            self.state,
+            self.full,
+            self.attempt.number,
+            len(self.delivered),
+            self.prefill_ref,
+            self.decode_ref,
+        )
 
     @property
     def num_kv_prompt(self) -> int:

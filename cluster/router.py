@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 
+from kvferry.cluster.deaths import Death
 from kvferry.cluster.errors import Internal, Overloaded, WorkerLost
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.lists import compare
@@ -60,7 +61,7 @@ class Router:
         self.decisions = self._line.decisions
         self.requests: dict[RequestId, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
-        self.lost: deque[NodeRef] = deque(maxlen=256)
+        self.lost: deque[Death] = deque(maxlen=256)
         self.audits: deque[tuple[NodeRef, m.AuditReport]] = deque(maxlen=256)
         self._arrivals = 0
         self._next_lists = 0.0
@@ -83,7 +84,7 @@ class Router:
             return
         logger.warning("worker %s epoch %d is lost: %s", ref.node_id, ref.epoch, why)
         self.counters["worker_deaths"] += 1
-        self.lost.append(ref)
+        self.lost.append(Death(ref, why, now))
         for request in list(self.requests.values()):
             if request.decode is not None and request.decode.worker == ref:
                 self._retry(request, FailureCause.SOURCE_LOST, f"{ref.node_id}: {why}", now)

@@ -12,14 +12,17 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
+from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.worker.description import WorkerDescription
@@ -47,6 +50,7 @@ class RouterSettings:
     prefill_window: int
     served_name: str | None = None
     bind_host: str = "127.0.0.1"
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 class RouterActor:
@@ -67,11 +71,15 @@ class RouterActor:
         """Listen and register the workers; returns the gRPC endpoint. Raises PortUnavailable."""
         return self._call(self._start(model, workers))
 
-    def whereabouts(self, node_id: Callable[[object], str]) -> tuple[int, str]:
-        """The process id, and what ``node_id`` says of the host it runs on."""
-        return os.getpid(), node_id(self)
+    def whereabouts(self, node_id: Callable[[object], str]) -> tuple[NodeRef, int, str]:
+        """This life, the process id, and what ``node_id`` says of the host it runs on."""
+        return self._settings.ref, os.getpid(), node_id(self)
 
-    def lost_workers(self) -> list[NodeRef]:
+    def request_views(self) -> list[RequestView]:
+        """Every request that has not ended."""
+        return self._call(self._request_views())
+
+    def lost_workers(self) -> list[Death]:
         """Workers that this router has taken for dead since it was last asked."""
         return self._call(self._take_lost())
 
@@ -96,7 +104,11 @@ class RouterActor:
         self._thread.join(5.0)
         self._loop.close()
 
-    async def _take_lost(self) -> list[NodeRef]:
+    async def _request_views(self) -> list[RequestView]:
+        requests = self._node.router.requests if self._node is not None else {}
+        return [request.view() for request in requests.values()]
+
+    async def _take_lost(self) -> list[Death]:
         if self._node is None:
             return []
         lost = list(self._node.router.lost)
@@ -115,7 +127,7 @@ class RouterActor:
         self._node = RouterNode(
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
         )
-        self._server = GrpcServer(self._node, settings.grpc)
+        self._server = GrpcServer(self._node, settings.grpc, settings.limits)
         for worker in workers:
             self._node.register(worker)
         await self._server.start()

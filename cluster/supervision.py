@@ -17,12 +17,14 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from kvferry.cluster.deaths import Death
 from kvferry.cluster.ray_actors import node_id
 from kvferry.cluster.supervisor import Supervisor
 from kvferry.worker.description import WorkerDescription
@@ -45,9 +47,10 @@ class RunningWorker:
 
 @dataclass(slots=True)
 class RunningRouter:
-    """The router's actor and its process on a node."""
+    """The router's actor in one life, and its process on a node."""
 
     actor: Any
+    ref: NodeRef
     pid: int
     node_id: str
 
@@ -70,6 +73,7 @@ class Supervision:
         self._router = router
         self._starting: dict[str, tuple[Any, Any]] = {}
         self._starting_router: tuple[Any, Any] | None = None
+        self._deaths: deque[Death] = deque(maxlen=256)
         self._asked: Any = None
         self._asked_at = 0.0
         self._this_node = node_id(None)
@@ -97,6 +101,23 @@ class Supervision:
         with self._lock:
             return self._router.actor, [worker.actor for worker in self._workers.values()]
 
+    def processes(self) -> dict[NodeRef, int]:
+        """Process ids of the present lives."""
+        with self._lock:
+            workers = [worker.description for worker in self._workers.values()]
+            router = (
+                {} if self._starting_router is not None else {self._router.ref: self._router.pid}
+            )
+        return router | {worker.member.ref: worker.pid for worker in workers}
+
+    def deaths(self) -> list[Death]:
+        """The last deaths that were declared, here or by the router, each life's first."""
+        return list(self._deaths)
+
+    def _declared(self, death: Death) -> None:
+        if all(known.ref != death.ref for known in self._deaths):
+            self._deaths.append(death)
+
     def _run(self) -> None:
         while not self._stopping.wait(PERIOD_S):
             try:
@@ -105,7 +126,7 @@ class Supervision:
                 logger.exception("supervision: a turn failed")
 
     def _turn(self, now: float) -> None:
-        self._watch_workers(now)
+        self._watch_workers()
         self._watch_router(now)
         self._finish_starts(now)
         for name in self._supervisor.due(now):
@@ -114,25 +135,27 @@ class Supervision:
 
     # --- workers ----------------------------------------------------------------------------
 
-    def _watch_workers(self, now: float) -> None:
+    def _watch_workers(self) -> None:
         """What Ray says: a pending call per worker ends when its process does."""
         for worker in list(self._workers.values()):
             if not _is_done(worker.ended):
                 continue
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(worker.ended)
-            self._lost(worker, "its process has ended", now, tell=True)
+            ref = worker.description.member.ref
+            self._lost(worker, Death(ref, "its process has ended", time.monotonic()), tell=True)
 
-    def _lost(self, worker: RunningWorker, why: str, now: float, tell: bool) -> None:
-        ref = worker.description.member.ref
-        if not self._supervisor.lost(ref, now):
+    def _lost(self, worker: RunningWorker, death: Death, tell: bool) -> None:
+        ref = death.ref
+        self._declared(death)
+        if not self._supervisor.lost(ref, time.monotonic()):
             return
-        logger.warning("%s (epoch %d) is lost: %s", ref.node_id, ref.epoch, why)
+        logger.warning("%s (epoch %d) is lost: %s", ref.node_id, ref.epoch, death.why)
         with self._lock:
             del self._workers[ref.node_id]
         self._kill(worker.actor, worker.description.pid, worker.description.node_id)
         if tell:
-            self._router.actor.worker_died.remote(ref, why)
+            self._router.actor.worker_died.remote(ref, death.why)
 
     def _finish_starts(self, now: float) -> None:
         for name, (actor, pending) in list(self._starting.items()):
@@ -176,17 +199,19 @@ class Supervision:
             return
         asked, self._asked = self._asked, None
         try:
-            lost: list[NodeRef] = ray.get(asked)
+            lost: list[Death] = ray.get(asked)
         except ray.exceptions.RayError as error:
             self._restart_router(type(error).__name__)
             return
-        for ref in lost:
-            worker = self._workers.get(ref.node_id)
-            if worker is not None and worker.description.member.ref == ref:
-                self._lost(worker, "the router hears nothing of it", now, tell=False)
+        for death in lost:
+            self._declared(death)
+            worker = self._workers.get(death.ref.node_id)
+            if worker is not None and worker.description.member.ref == death.ref:
+                self._lost(worker, death, tell=False)
 
     def _restart_router(self, why: str) -> None:
         logger.warning("the router is lost (%s): starting another", why)
+        self._declared(Death(self._router.ref, why, time.monotonic()))
         self._kill(self._router.actor, self._router.pid, self._router.node_id)
         self._asked = None
         self._starting_router = self._starts.router(

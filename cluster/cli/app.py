@@ -28,6 +28,7 @@ COMMANDS = {
     "blocks": "recount every KV block of a running cluster from its owners",
     "models": "list or fetch models",
     "bench": "measure a running cluster",
+    "chaos": "end real processes under load, in every state of a request, and count",
 }
 
 

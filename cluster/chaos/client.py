@@ -1,0 +1,37 @@
+"""A client in a process of its own, to be killed or stopped: python -m kvferry.cluster.chaos.client
+
+Arguments: endpoint, prompt, output tokens. Prints the request's id as soon as the server has told
+it, and at the end a JSON object with ``finished`` and the ``output`` token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import grpc.aio
+
+from kvferry.cluster.chaos.streams import StreamRecord, follow
+from kvferry.cluster.chaos.workload import Prompt
+from kvferry.protos import kvferry_pb2 as pb
+
+
+class _Telling(StreamRecord):
+    """A record that prints the request's id once."""
+
+    def add(self, response: pb.GenerateResponse, now: float) -> None:
+        if not self.request_id:
+            print(response.request_id, flush=True)
+        StreamRecord.add(self, response, now)
+
+
+async def _main(endpoint: str, text: str, max_tokens: str) -> None:
+    record = _Telling()
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        await follow(channel, Prompt(text, int(max_tokens)), record)
+    print(json.dumps({"finished": record.finished is not None, "output": record.output}))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(*sys.argv[1:]))
