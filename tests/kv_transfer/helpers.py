@@ -183,7 +183,7 @@ class Pair:
 
 
 def make_pair(
-    host: Host, *, num_blocks: int = 8, blocks_per_poll: int = 1000, **options: Any
+    host: Host, /, *, num_blocks: int = 8, blocks_per_poll: int = 1000, **options: Any
 ) -> Pair:
     source = host.worker("source", epoch=SOURCE_EPOCH, num_blocks=num_blocks, seed=1, **options)
     reader = host.worker(
