@@ -182,6 +182,7 @@ _BY_STATUS: dict[str, type[KVFerryError]] = {
     "PERMISSION_DENIED": PermissionDenied,
     "INVALID_ARGUMENT": InvalidRequest,
 }
+_TOO_LARGE = "message larger than max"  # gRPC's own words, with both sizes
 
 
 def public_class(exc: BaseException) -> type[KVFerryError]:
@@ -230,6 +231,8 @@ def from_grpc(error: grpc.RpcError, endpoint: str = "the endpoint") -> KVFerryEr
     cls = _BY_NAME.get(metadata.get(ERROR_KEY, "")) or _BY_STATUS.get(status)
     if cls is None:
         return Internal(f"{status}: {details}")
+    if status == "RESOURCE_EXHAUSTED" and _TOO_LARGE in details:
+        return InvalidRequest(f"{details}: shorten the request")
     if cls is ClusterUnreachable:
         return cls(f"no cluster answers at {endpoint} ({details}); is 'kvferry serve' running?")
     if issubclass(cls, Overloaded):

@@ -1,0 +1,205 @@
+"""The services of ``kvferry.v1`` over a ``RouterNode``: translate, stream, cancel.
+
+A client that goes away, or whose deadline passes, cancels its request in whatever state it is; a
+slow client gets its waiting deltas as one, and one that takes nothing for
+``slow_client_limit_s`` has its request cancelled and counted. Knows protobuf and statuses; decides
+nothing about tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Any, NoReturn
+
+import grpc
+
+from kvferry.cluster import wire
+from kvferry.cluster.errors import Cancelled, DeadlineExceeded, UnknownRequest, to_grpc
+from kvferry.cluster.intake import Intake
+from kvferry.cluster.reports.common import distribution_version, machine
+from kvferry.cluster.router_node import RouterNode
+from kvferry.cluster.session import SessionItem, TextDelta
+from kvferry.protos import kvferry_pb2 as pb
+from kvferry.protos import kvferry_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Outgoing:
+    """Items of one request on their way to its client, coalesced while it does not read."""
+
+    def __init__(self) -> None:
+        self._items: asyncio.Queue[SessionItem] = asyncio.Queue()
+
+    def emit(self, item: SessionItem) -> None:
+        """Add an item; never blocks. What can wait here is bounded by the request's tokens."""
+        self._items.put_nowait(item)
+
+    async def next(self) -> list[SessionItem]:
+        """All that waits: at most one delta, then at most the end."""
+        items = [await self._items.get()]
+        while not self._items.empty():
+            item = self._items.get_nowait()
+            last = items[-1]
+            if isinstance(last, TextDelta) and isinstance(item, TextDelta):
+                items[-1] = last.then(item)
+            else:
+                items.append(item)
+        return items
+
+
+class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
+    """Generate, Cancel, Tokenize, ListModels."""
+
+    def __init__(self, node: RouterNode, slow_client_limit_s: float) -> None:
+        self._node = node
+        self._slow_client_limit_s = slow_client_limit_s
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Stream one request: accepted, deltas, finished; or an error status.
+
+        Writes rather than yields: a cancellation does not reach a generator that is suspended
+        at its ``yield``, and a client's leaving must cancel the request at once.
+        """
+        node = self._node
+        received_at = node.clock()
+        stream = Outgoing()
+        try:
+            spec = await asyncio.to_thread(node.intake.prepare, request)
+            routed = node.submit(spec, stream.emit, received_at)
+        except Exception as error:  # the call's boundary: every error becomes a status
+            await fail(context, error)
+        request_id = routed.request_id
+        try:
+            accepted = wire.accepted(routed, request.echo_prompt_token_ids)
+            await self._write(context, accepted, request_id)
+            while True:
+                for item in await stream.next():
+                    if isinstance(item, TextDelta):
+                        await self._write(context, wire.delta(request_id, item), request_id)
+                        continue
+                    if item.end.error is not None:
+                        await fail(context, item.end.error, request_id)
+                    await self._write(context, wire.finished(item), request_id)
+                    return
+        finally:
+            node.cancel(request_id)
+
+    async def _write(self, context: Context, message: pb.GenerateResponse, request_id: str) -> None:
+        """Hand one message to the transport, which takes none while the client takes none.
+
+        The status that ends a stream waits behind what was sent before it: until the client reads
+        on or goes, which keepalive finds out.
+        """
+        try:
+            async with asyncio.timeout(self._slow_client_limit_s):
+                await context.write(message)
+        except TimeoutError:
+            self._node.cancel(request_id)
+            self._node.router.counters["slow_clients"] += 1
+            limit = f"{self._slow_client_limit_s:g} s (server.slow_client_limit)"
+            slow = Cancelled(f"the client took nothing of its stream for {limit}: read faster")
+            logger.warning("request %s: %s", request_id, slow)
+            await fail(context, slow, request_id)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        """End a request; its stream finishes with reason abort."""
+        return pb.CancelResponse(found=self._node.cancel(request.request_id))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Token ids of a text or conversation."""
+        intake: Intake = self._node.intake
+        try:
+            intake.check_model(request.model)
+            chat = request.WhichOneof("input") == "chat"
+            text = intake.chat_text(request.chat) if chat else request.text
+            ids = await asyncio.to_thread(intake.tokenize, text)
+        except Exception as error:  # the call's boundary: every error becomes a status
+            await fail(context, error)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=intake.model.max_model_len)
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        """The one served model."""
+        return pb.ListModelsResponse(models=[wire.model(self._node.intake.model)])
+
+
+class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
+    """Status and Audit."""
+
+    def __init__(self, node: RouterNode, endpoint: str) -> None:
+        self._node = node
+        self._endpoint = endpoint
+        self._machine = pb.Machine(**machine())
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        """Who is there, how loaded, and what was counted."""
+        node, router = self._node, self._node.router
+        now = node.clock()
+        reasons = router.workers.not_ready_reasons()
+        live = {record.ref: record for record in router.workers}
+        workers = [
+            wire.worker_status(live[ref], description, now)
+            if ref in live
+            else wire.lost_worker(ref, description)
+            for ref, description in node.descriptions.items()
+        ]
+        return pb.StatusResponse(
+            ready=not reasons,
+            not_ready_reasons=reasons,
+            model=wire.model(node.intake.model),
+            endpoints=pb.Endpoints(grpc=[self._endpoint]),
+            routers=[
+                pb.Router(
+                    router_id=router.ref.node_id,
+                    epoch=router.ref.epoch,
+                    pid=os.getpid(),
+                    num_in_flight=len(router.requests),
+                    host=socket.gethostname(),
+                )
+            ],
+            workers=workers,
+            counters=wire.counters(router),
+            decisions=(
+                [wire.decision(entry) for entry in router.decisions]
+                if request.include_decisions
+                else ()
+            ),
+            version=distribution_version("kvferry") or "",
+            machine=self._machine,
+        )
+
+    async def Audit(self, request: pb.AuditRequest, context: Context) -> pb.AuditResponse:
+        """Every live worker's audit, or one worker's."""
+        records = [
+            record
+            for record in self._node.router.workers
+            if request.worker_id in ("", record.ref.node_id)
+        ]
+        if request.worker_id and not records:
+            await fail(context, UnknownRequest(f"no live worker {request.worker_id!r}"))
+        try:
+            reports = await asyncio.gather(*(self._node.audit(record.ref) for record in records))
+        except TimeoutError:
+            await fail(context, DeadlineExceeded("a worker did not answer the audit in time"))
+        return pb.AuditResponse(
+            pools=[
+                wire.pool(record.ref, record.member.roles, report, request.include_blocks)
+                for record, report in zip(records, reports, strict=True)
+            ]
+        )
+
+
+async def fail(context: Context, error: Exception, request_id: str = "") -> NoReturn:
+    """End the call with the error's status and metadata."""
+    failure = to_grpc(error, request_id)
+    if failure.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        logger.error("request %s failed: %s", request_id or "(none)", error, exc_info=error)
+    await context.abort(failure.code, failure.details, failure.trailing_metadata)
+    raise AssertionError("abort raises")
