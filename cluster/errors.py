@@ -230,9 +230,9 @@ def from_grpc(error: grpc.RpcError, endpoint: str = "the endpoint") -> KVFerryEr
     details = error.details() or status
     cls = _BY_NAME.get(metadata.get(ERROR_KEY, "")) or _BY_STATUS.get(status)
     if cls is None:
+        if _TOO_LARGE in details:
+            return InvalidRequest(f"{details}: shorten the request")
         return Internal(f"{status}: {details}")
-    if status == "RESOURCE_EXHAUSTED" and _TOO_LARGE in details:
-        return InvalidRequest(f"{details}: shorten the request")
     if cls is ClusterUnreachable:
         return cls(f"no cluster answers at {endpoint} ({details}); is 'kvferry serve' running?")
     if issubclass(cls, Overloaded):

@@ -23,7 +23,6 @@ from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
-from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.worker.description import WorkerDescription
@@ -51,7 +50,6 @@ class RouterSettings:
     prefill_window: int
     served_name: str | None = None
     bind_host: str = "127.0.0.1"
-    limits: ServerLimits = field(default_factory=ServerLimits)
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 

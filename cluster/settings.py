@@ -10,7 +10,6 @@ from kvferry.cluster.config import Config
 from kvferry.cluster.router_actor import RouterSettings
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.server_limits import ServerLimits
-from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
