@@ -1,8 +1,10 @@
 # make demo   one command from a fresh clone to tokens: environment, model, cluster, prompts
 # make test   ruff, mypy, pytest, in that order
+# make chaos  end processes under load in every state of a request; print what became of it
+# make false-deaths   five minutes of full load; count the deaths declared for nothing
 # make format | proto | clean | distclean
 #
-# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`. pip's own
+# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo` or `chaos`. pip's own
 # settings (index, proxy, certificates) are honoured.
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 
-.PHONY: help demo test format proto clean distclean
+.PHONY: help demo test chaos false-deaths format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +33,12 @@ test: $(INSTALLED_DEV)
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
 	@$(BIN)/python -m pytest
+
+chaos: $(INSTALLED)
+	@$(BIN)/kvferry chaos $(ARGS)
+
+false-deaths: $(INSTALLED)
+	@$(BIN)/kvferry chaos --soak 300 $(ARGS)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/python -m ruff check --fix .

@@ -32,6 +32,8 @@ def init_ray(config: Config) -> bool:
     local: dict[str, Any] = {
         "include_dashboard": False,
         "object_store_memory": config.ray.object_store_memory,
+        # Ray's own is 15: any other program on the host would starve heartbeats and steps.
+        "_system_config": {"worker_niceness": 0},
     }
     with _own_signals():
         ray.init(

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import grpc.aio
 
@@ -61,6 +62,7 @@ class Experiments:
     async def run(self, cell: Cell) -> CellResult:
         """One cell: one trial, brought about in at most ``MAX_TRIES`` tries."""
         result = CellResult(cell)
+        began = time.monotonic()
         for _ in range(MAX_TRIES):
             load = Load(self._channel)
             try:
@@ -74,6 +76,7 @@ class Experiments:
             result.missed.clear()
             result.trials.append(trial)
             break
+        result.duration_s = time.monotonic() - began
         return result
 
     async def _trial(self, cell: Cell, load: Load) -> Trial:
@@ -133,7 +136,7 @@ class Experiments:
             faults=faults,
             blocks_leaked=leaked,
             detection_s=detection_s,
-            recovery_gap_s=_gap(records, at),
+            recovery_gap_s=longest_wait(records, at),
             recomputed_tokens=last.recomputed_prompt_tokens if last is not None else None,
         )
 
@@ -232,13 +235,14 @@ async def _rest(process: asyncio.subprocess.Process, request_id: str) -> StreamR
     return record
 
 
-def _gap(records: list[StreamRecord], at: float) -> float | None:
-    """The longest wait for a token: within one stream, or until the next one's first after it.
+def longest_wait(records: Sequence[StreamRecord], signalled_at: float) -> float | None:
+    """A stream's longest wait between two tokens; None if there are no two.
 
-    A stream that had brought none waits since the signal, sent ``at``.
+    Of a stream that was served anew it is the wait for the first token of its last record: since
+    the last one before, or since the signal if that was later.
     """
     if len(records) == 1:
         return records[0].longest_gap_s
     before = [token_at for record in records[:-1] for token_at in record.times]
     after = records[-1].times
-    return after[0] - max([at, *before]) if after else None
+    return after[0] - max([signalled_at, *before]) if after else None

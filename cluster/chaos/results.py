@@ -36,10 +36,14 @@ class Trial:
 
 @dataclass(slots=True)
 class CellResult:
-    """A cell's trials; ``missed`` says why one could not be brought about."""
+    """A cell's trials; ``missed`` says why one could not be brought about.
+
+    ``duration_s`` is the time that all took, until the cluster was whole and quiet again.
+    """
 
     cell: Cell
     trials: list[Trial] = field(default_factory=list)
+    duration_s: float = 0.0
     missed: list[str] = field(default_factory=list)
 
     @property
@@ -92,6 +96,7 @@ def cell_json(result: CellResult) -> Json:
         "recovery_gap_s": dist([t.recovery_gap_s for t in trials if t.recovery_gap_s is not None]),
         "reused_tokens": None,
         "recomputed_tokens": sum(recomputed) if recomputed else None,
+        "duration_s": result.duration_s,
     }
 
 

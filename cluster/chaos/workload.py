@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
 
-LONG_TOKENS = 448  # four chunks of prefill, 28 blocks
+LONG_TOKENS = 320  # five chunks of prefill, 20 blocks
 SHORT_TOKENS = 56
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 64
 NUM_BLOCKERS = 4
 NUM_BACKGROUND = 2
 
 # Two blockers fit into a decode pool, three do not; what is left is too little for the target,
 # and enough for the background.
-DECODE_BLOCKS = 80
-PREFILL_BLOCKS = 160
-TRANSFER_DELAY_S = 2.0
+DECODE_BLOCKS = 58
+PREFILL_BLOCKS = 128
+TRANSFER_DELAY_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ def recital(first: int, num_tokens: int, max_tokens: int) -> Prompt:
     return Prompt(" ".join(letters), max_tokens)
 
 
-TARGET = recital(0, LONG_TOKENS, 64)
-BLOCKERS = tuple(recital(3 + 5 * i, LONG_TOKENS, 48) for i in range(NUM_BLOCKERS))
-BACKGROUND = tuple(recital(1 + 7 * i, SHORT_TOKENS, 32) for i in range(NUM_BACKGROUND))
+TARGET = recital(0, LONG_TOKENS, 48)
+BLOCKERS = tuple(recital(3 + 5 * i, LONG_TOKENS, 32) for i in range(NUM_BLOCKERS))
+BACKGROUND = tuple(recital(2 + 9 * i, SHORT_TOKENS, 32) for i in range(NUM_BACKGROUND))
 
 
 def settings(slow_transfers: bool) -> Mapping[str, Any]:
     """Configuration by dotted key: two workers per role, small pools."""
     return {
-        "model.max_model_len": 640,
+        "model.max_model_len": 512,
         "model.dtype": "float32",
         "prefill.replicas": 2,
         "decode.replicas": 2,
