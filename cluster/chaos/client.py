@@ -1,13 +1,12 @@
 """A client in a process of its own, to be killed or stopped: python -m kvferry.cluster.chaos.client
 
 Arguments: endpoint, prompt, output tokens. Prints the request's id as soon as the server has told
-it, and at the end a JSON object with ``finished`` and the ``output`` token ids.
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 
 import grpc.aio
@@ -27,10 +26,8 @@ class _Telling(StreamRecord):
 
 
 async def _main(endpoint: str, text: str, max_tokens: str) -> None:
-    record = _Telling()
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        await follow(channel, Prompt(text, int(max_tokens)), record)
-    print(json.dumps({"finished": record.finished is not None, "output": record.output}))
+        await follow(channel, Prompt(text, int(max_tokens)), _Telling())
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def recital(first: int, num_tokens: int, max_tokens: int) -> Prompt:
 
 
 TARGET = recital(0, LONG_TOKENS, 48)
+ENDLESS = recital(0, LONG_TOKENS, 190)  # for a client that will not see its end
 BLOCKERS = tuple(recital(3 + 5 * i, LONG_TOKENS, 32) for i in range(NUM_BLOCKERS))
 BACKGROUND = tuple(recital(2 + 9 * i, SHORT_TOKENS, 32) for i in range(NUM_BACKGROUND))
 
@@ -61,5 +62,7 @@ def settings(slow_transfers: bool) -> Mapping[str, Any]:
         "scheduler.chunk_tokens": CHUNK_TOKENS,
         "scheduler.max_num_batched_tokens": 2 * CHUNK_TOKENS,
         "transfer.faults.delay": TRANSFER_DELAY_S if slow_transfers else 0.0,
+        "server.keepalive": 1.0,  # a stopped client answers no ping
+        "server.keepalive_timeout": 2.0,
         "server.grpc": "127.0.0.1:0",
     }

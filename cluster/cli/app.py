@@ -8,6 +8,7 @@ failure; everything for people then goes to standard error.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser(name, command).parse_args(argv)
         wants_document = getattr(args, "json", False)
         run: Callable[[argparse.Namespace], Result] = args.run
-        result = run(args)
+        with contextlib.redirect_stdout(sys.stderr if wants_document else sys.stdout):
+            result = run(args)  # Ray reports a dead process on standard output
     except (Exception, KeyboardInterrupt) as exc:  # the boundary: however it ended is reported
         result = Result(error=exc)
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import cast
@@ -80,6 +82,7 @@ def run(args: argparse.Namespace) -> Result:
     cells = () if args.soak else select(args.cells)
     config = load_config(None, settings(slow_transfers=not args.soak))
     with (
+        contextlib.redirect_stdout(sys.stderr),  # Ray reports every death on standard output
         StopSignals() as signals,
         ProgressLine(quiet=args.json, on_news=signals.check) as progress,
     ):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -80,7 +82,8 @@ def run(args: argparse.Namespace) -> Result:
             if args.ready_file is not None:
                 write_whole(args.ready_file, line + "\n")
             print(line, flush=True)
-            signals.wait()
+            with contextlib.redirect_stdout(sys.stderr):  # Ray reports a dead process there
+                signals.wait()
         finally:
             if args.ready_file is not None:
                 args.ready_file.unlink(missing_ok=True)

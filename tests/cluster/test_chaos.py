@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,8 +24,9 @@ from kvferry.cluster.chaos.workload import (
     TARGET,
     settings,
 )
+from kvferry.cluster.cli import app
 from kvferry.cluster.cli.chaos import COMMAND, Findings, document_fields
-from kvferry.cluster.cli.command import Result
+from kvferry.cluster.cli.command import Result, RunFailed
 from kvferry.cluster.config import load_config
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.errors import Internal, WorkerLost
@@ -213,6 +215,25 @@ def test_the_document_keeps_its_schema_and_adds_up() -> None:
     assert (
         document(Findings(model, [], Soak(300.0, 500, 0, 0.97), []))["soak"]["num_requests"] == 500
     )
+
+
+def test_what_a_library_prints_does_not_spoil_the_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> Result:
+        print("(raylet) A worker died or was killed")
+        return Result(error=RunFailed("why"))
+
+    def configure(parser: argparse.ArgumentParser) -> None:
+        COMMAND.configure(parser)
+        parser.set_defaults(run=run)
+
+    noisy = replace(COMMAND, configure=configure)
+    monkeypatch.setattr(app, "_load", lambda name: noisy)
+    assert app.main(["chaos", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert documents.parse(printed.out)["ok"] is False
+    assert "raylet" in printed.err
 
 
 # --- the workload -------------------------------------------------------------------------------
