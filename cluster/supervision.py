@@ -33,7 +33,7 @@ from kvferry.worker.messages import NodeRef
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
-ROUTER_PATIENCE_S = 2.0
+ROUTER_PATIENCE_S = 1.7  # with the periods around it a death is declared within 2 s
 
 
 @dataclass(slots=True)

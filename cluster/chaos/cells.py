@@ -35,6 +35,11 @@ class Cell:
         """TARGET/FAULT/STATE."""
         return f"{self.target}/{self.fault}/{self.state}"
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Its place in a table."""
+        return TARGETS.index(self.target), FAULTS.index(self.fault), STATES.index(self.state)
+
 
 # Neighbours have different targets, so that no worker is ended twice in a row and has to wait out
 # the supervision's growing pauses.

@@ -126,6 +126,7 @@ async def _find(
         for number, cell in enumerate(cells):
             progress.stage(cell.name, number, len(cells))
             results.append(await experiments.run(cell))
+        results.sort(key=lambda result: result.cell.place)
         return Findings(model, results, soaked, watch.deaths_but(experiments.caused))
 
 
