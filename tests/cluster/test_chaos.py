@@ -20,6 +20,7 @@ from kvferry.cluster.chaos.workload import (
     BACKGROUND,
     BLOCKERS,
     DECODE_BLOCKS,
+    ENDLESS,
     LONG_TOKENS,
     TARGET,
     settings,
@@ -63,6 +64,12 @@ def test_every_target_meets_every_fault_in_every_state_once() -> None:
 def test_no_target_is_met_twice_in_a_row() -> None:
     targets = [cell.target for cell in CELLS]
     assert all(one != other for one, other in pairwise(targets))
+
+
+def test_a_tables_rows_stand_by_target_then_fault_then_state() -> None:
+    ordered = sorted(CELLS, key=lambda cell: cell.place)
+    assert [cell.target for cell in ordered] == [t for t in TARGETS for _ in range(10)]
+    assert [cell.state for cell in ordered] == list(STATES) * 8
 
 
 def test_patterns_choose_cells_by_name_and_keep_their_order() -> None:
@@ -248,7 +255,8 @@ def test_two_blockers_leave_too_little_for_the_target_and_enough_for_the_backgro
     background = sum(blocks(len(p.text.split()) + p.max_tokens) for p in BACKGROUND)
     assert 3 * long > DECODE_BLOCKS
     assert 2 * grown + background <= DECODE_BLOCKS
-    assert blocks(LONG_TOKENS + TARGET.max_tokens) <= DECODE_BLOCKS
+    assert blocks(LONG_TOKENS + ENDLESS.max_tokens) <= DECODE_BLOCKS
+    assert LONG_TOKENS + ENDLESS.max_tokens <= settings(slow_transfers=True)["model.max_model_len"]
 
 
 def test_no_two_prompts_begin_alike() -> None:

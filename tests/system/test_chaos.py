@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
+from kvferry.cluster.client import Client
 from kvferry.engine.weights.store import ModelFolder
 from tests.cluster import documents
-from tests.system.processes import Command
+from tests.system.processes import Command, Served
 
 pytestmark = [pytest.mark.model, pytest.mark.ray, pytest.mark.slow]
 
@@ -39,3 +41,12 @@ def test_streams_outlive_workers_routers_and_clients_and_nothing_is_left_behind(
         assert cell["blocks_leaked"] == 0, name
         assert cell["detection_s"]["max"] < DETECTED_WITHIN_S + SLOW_MACHINE_S, name
     assert found["false_deaths"] == 0
+
+
+def test_other_programs_do_not_stand_before_the_cluster(served: Served, client: Client) -> None:
+    """Ray gives its workers a low priority, so that a busy host would starve their heartbeats."""
+    status = client.status()
+    pids = [entry.worker.pid for entry in status.workers] + [entry.pid for entry in status.routers]
+    assert len(pids) == 3
+    own = psutil.Process().nice()
+    assert {psutil.Process(pid).nice() for pid in pids} == {own}
