@@ -114,7 +114,7 @@ class PrefillRole:
 
     def _acknowledged(self, reader: NodeRef, ack: m.Acknowledge, now: float) -> None:
         job = self._job_read_by(reader, ack.request_id, ack.attempt)
-        if job is None or job.reader_done:
+        if job is None or job.reader_done or ack.verified_until > job.next_position:
             return
         self._unpin(self.leases.acknowledge(job.lease, ack.verified_until, now))
         job.verified_until = max(job.verified_until, ack.verified_until)
@@ -171,8 +171,8 @@ class PrefillRole:
             return None
         pool_block = self._engine.pool.blocks[block.block_id]
         assert pool_block.block_hash is not None
-        self._engine.pool.pin(block.block_id)
-        self.leases.add(job.lease, block.start, block.block_id, now)
+        if self.leases.add(job.lease, block.start, block.block_id, now):
+            self._engine.pool.pin(block.block_id)
         announced = m.AnnouncedBlock(
             block.start,
             block.num_tokens,

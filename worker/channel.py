@@ -6,10 +6,14 @@ meant for, or comes from, another life. Knows no sockets and no message meanings
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.worker.messages import Body, Envelope, NodeRef
+from kvferry.worker.validity import fault
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,7 +66,8 @@ class Channels:
         return Envelope(self.own, receiver, 0, 0, body)
 
     def accept(self, envelope: Envelope, introduces: bool = False) -> bool:
-        """Check an arriving envelope's ends; count and refuse what is stale or unknown.
+        """Check an arriving envelope's ends and values; count and refuse what is stale, unknown or
+        impossible. What is refused changes nothing.
 
         Args:
             envelope: what has arrived.
@@ -70,6 +75,11 @@ class Channels:
         """
         if envelope.receiver != self.own:
             self.refused["receiver"] += 1
+            return False
+        problem = fault(envelope.body)
+        if problem:
+            self.refused["impossible"] += 1
+            logger.warning("refused a message of %s: %s", envelope.sender, problem)
             return False
         if introduces:
             self.know(envelope.sender)

@@ -407,7 +407,8 @@ def test_an_audit_goes_to_the_worker_and_its_answer_is_kept() -> None:
     bench = Bench()
     bench.router.ask_audit(bench.ref("decode-0"), 7)
     assert bench.drain() == [("decode-0", m.AuditRequest(7))]
-    report = m.AuditReport(7, 4, 32, (("free", 64),), (), ())
+    counts = tuple((name.value, 64 if name is BlockClass.FREE else 0) for name in BlockClass)
+    report = m.AuditReport(7, 4, 32, counts, (), ())
     bench.say("decode-0", report)
     assert list(bench.router.audits) == [(bench.ref("decode-0"), report)]
 

@@ -100,12 +100,10 @@ def wrong(block: AnnouncedBlock, what: str) -> AnnouncedBlock:
             return replace(block, block_hash=bytes(16))
         case "misaligned":
             return replace(block, start=2)
-        case "negative":
-            return replace(block, start=-4, num_tokens=5)
         case "beyond the prompt":
             return replace(block, start=12)
         case "far beyond":
-            return replace(block, start=1 << 63)
+            return replace(block, start=(1 << 31) - 4)
         case "too few tokens":
             return replace(block, num_tokens=3)
         case "too many tokens":
@@ -119,9 +117,8 @@ def wrong(block: AnnouncedBlock, what: str) -> AnnouncedBlock:
     [
         ("hash", "chain hash 0000"),
         ("misaligned", "position 2, not a block of this prompt"),
-        ("negative", "position -4, not a block of this prompt"),
         ("beyond the prompt", "position 12, not a block of this prompt"),
-        ("far beyond", f"position {1 << 63}, not a block of this prompt"),
+        ("far beyond", f"position {(1 << 31) - 4}, not a block of this prompt"),
         ("too few tokens", "announced with 3 tokens"),
         ("too many tokens", "announced with 5 tokens"),
         ("epoch", f"is of epoch {SOURCE.epoch + 1}, not {SOURCE.epoch}"),

@@ -1,0 +1,155 @@
+"""What a message of the right types may not say: values that no party means.
+
+Every node checks what arrives before it believes any of it, so that a broken peer costs a refused
+message and neither a crash nor a block. Pure; knows the messages, not what is done with them: what
+is impossible only in a given state is the business of whoever has that state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from kvferry.engine.request import FinishReason, RequestSpec
+from kvferry.kv_cache.audit import BlockClass
+from kvferry.kv_cache.layout import DTYPE_BYTES
+from kvferry.worker import messages as m
+from kvferry.worker.messages import Body, LoadReport, Member
+
+WORD = 1 << 64  # generations, digests and seeds are below it
+COUNT = 1 << 31  # token ids, positions and counts are
+LARGE = 1 << 53  # bytes and totals, which JSON must be able to say
+NAME_LENGTH = 1024
+CLASSES = frozenset(block_class.value for block_class in BlockClass)
+FINISHES = frozenset(reason.value for reason in FinishReason)
+
+_WORDS = frozenset({"seed", "digest", "generation"})
+_LARGE = frozenset(
+    {"epoch", "router_epoch", "version", "membership_version", "query_id", "number", "attempt"}
+    | {"bytes_moved", "block_bytes", "queued_tokens", "num_preemptions", "stale_refused"}
+)
+_MAY_BE_NEGATIVE = frozenset({"lease_remaining_s"})  # a lease that the next sweep ends
+
+
+def fault(body: Body) -> str:
+    """The first impossible value of a message, with its place; empty if there is none."""
+    return next(_faults(body), "")
+
+
+def _faults(body: Body) -> Iterator[str]:
+    yield from _numbers(body, type(body).__name__)
+    match body:
+        case m.PrefillRequest(spec, _, _, missing_from):
+            yield from _spec(spec)
+            if missing_from > len(spec.kv_prompt()):
+                yield f"missing_from: {missing_from}, the prompt has {len(spec.kv_prompt())}"
+        case m.Reserve(spec):
+            yield from _spec(spec)
+        case m.PrefillDone(token_ids=token_ids):
+            yield from _one_token(token_ids)
+        case m.HandOffRecord(hand_off=hand_off):
+            yield from _hand_off(hand_off)
+        case m.Announce(blocks=blocks, hand_off=hand_off):
+            if hand_off is not None:
+                yield from _hand_off(hand_off)
+            if any(not block.num_tokens for block in blocks):
+                yield "blocks: a block of no tokens"
+        case m.TokenEvents(events):
+            for event in events:
+                yield from _event(event)
+        case m.Membership(members=members):
+            for member in members:
+                yield from _member(member)
+        case m.WorkerHeartbeat(load):
+            yield from _load(load)
+        case m.AuditReport(counts=counts):
+            if len(counts) != len(CLASSES) or {name for name, _ in counts} != CLASSES:
+                yield f"counts: wanted each of {sorted(CLASSES)} once"
+
+
+def _numbers(value: Any, name: str) -> Iterator[str]:
+    """Every integer a natural number in its range, every float finite and not negative."""
+    if isinstance(value, bool | bytes) or value is None:
+        return
+    if isinstance(value, int):
+        limit = WORD if name in _WORDS else LARGE if name in _LARGE else COUNT
+        if not 0 <= value < limit:
+            yield f"{name}: {value}, wanted 0 to {limit - 1}"
+    elif isinstance(value, float):
+        if not math.isfinite(value) or (value < 0 and name not in _MAY_BE_NEGATIVE):
+            yield f"{name}: {value}, wanted a finite number that is not negative"
+    elif isinstance(value, str):
+        if name.endswith("_id") and not 0 < len(value) <= NAME_LENGTH:
+            yield f"{name}: {len(value)} characters, wanted 1 to {NAME_LENGTH}"
+    elif isinstance(value, tuple):
+        yield from _tuple(value, name)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name), field.name)
+
+
+def _tuple(value: tuple[Any, ...], name: str) -> Iterator[str]:
+    fields = getattr(value, "_fields", None)
+    if fields is not None:
+        for field_name, item in zip(fields, value, strict=True):
+            yield from _numbers(item, field_name)
+    elif value and type(value[0]) is int:  # token ids: the long lists
+        if min(value) < 0 or max(value) >= COUNT:
+            yield f"{name}: {min(value)} to {max(value)}, wanted 0 to {COUNT - 1}"
+    else:
+        for item in value:
+            yield from _numbers(item, name)
+
+
+def _spec(spec: RequestSpec) -> Iterator[str]:
+    num_prompt = len(spec.prompt_token_ids)
+    if not num_prompt:
+        yield "prompt_token_ids: empty"
+    if len(spec.suffixes) != 1:
+        yield f"suffixes: {len(spec.suffixes)} branches, wanted 1"
+        return
+    num_output = len(spec.suffixes[0])
+    if num_output >= spec.sampling.max_tokens:
+        yield f"suffixes: {num_output} tokens, max_tokens is {spec.sampling.max_tokens}"
+    if num_prompt + num_output >= spec.max_model_len:
+        yield f"{num_prompt} + {num_output} tokens, max_model_len is {spec.max_model_len}"
+    if not 0 < spec.sampling.top_p <= 1:
+        yield f"top_p: {spec.sampling.top_p}, wanted above 0 to 1"
+
+
+def _hand_off(hand_off: m.HandOff) -> Iterator[str]:
+    yield from _one_token(hand_off.token_ids)
+    if not hand_off.num_computed_tokens:
+        yield "num_computed_tokens: 0"
+
+
+def _one_token(token_ids: tuple[int, ...]) -> Iterator[str]:
+    if len(token_ids) != 1:
+        yield f"token_ids: {len(token_ids)} tokens, wanted one, for the one branch"
+
+
+def _event(event: m.TokenEvent) -> Iterator[str]:
+    if event.branch:
+        yield f"branch: {event.branch}, wanted 0"
+    if event.finish_reason is not None and event.finish_reason not in FINISHES:
+        yield f"finish_reason: {event.finish_reason[:20]!r}, wanted one of {sorted(FINISHES)}"
+
+
+def _member(member: Member) -> Iterator[str]:
+    info = member.peer_info
+    if (info.worker_id, info.epoch) != (member.ref.node_id, member.ref.epoch):
+        yield f"peer_info: of {info.worker_id!r} epoch {info.epoch}, the member is {member.ref}"
+    if not member.roles or len(set(member.roles)) < len(member.roles):
+        yield f"roles: {member.roles}"
+    layout = info.layout
+    if not layout.block_size or not layout.groups:
+        yield "layout: a pool without positions"
+    if any(group.dtype not in DTYPE_BYTES for group in layout.groups):
+        yield f"layout: dtypes {[group.dtype for group in layout.groups]}"
+
+
+def _load(load: LoadReport) -> Iterator[str]:
+    if load.num_free_blocks > load.num_blocks:
+        yield f"num_free_blocks: {load.num_free_blocks} of {load.num_blocks}"
