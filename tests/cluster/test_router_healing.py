@@ -10,6 +10,7 @@ from kvferry.cluster.routed_request import RequestState, RoutedRequest
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.engine.request import Attempt, FinishReason, RequestId
 from kvferry.engine.stopping import Finish
+from kvferry.kv_cache.audit import BlockClass
 from kvferry.worker import messages as m
 from kvferry.worker.messages import Envelope, FailureCause, Leg, LegState, Role
 from tests.cluster.routing import Bench, key, state
