@@ -2,6 +2,8 @@
 # make test   ruff, mypy, pytest, in that order
 # make chaos  end processes under load in every state of a request; print what became of it
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
+# make cancel-storm   5,000 requests, a third cancelled at random moments; count what is left
+# make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
 # make format | proto | clean | distclean
 #
 # PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo` or `chaos`. pip's own
@@ -19,7 +21,7 @@ MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 
-.PHONY: help demo test chaos false-deaths format proto clean distclean
+.PHONY: help demo test chaos false-deaths cancel-storm fuzz format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +41,12 @@ chaos: $(INSTALLED)
 
 false-deaths: $(INSTALLED)
 	@$(BIN)/kvferry chaos --soak 300 $(ARGS)
+
+cancel-storm: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.storm $(ARGS)
+
+fuzz: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/python -m ruff check --fix .

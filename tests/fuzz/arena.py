@@ -117,4 +117,4 @@ class Arena:
             assert len(listener.ends) == 1
         refused = router.channels.refused.total() + router.counters["stale_refused"]
         refused += sum(w.worker.channels.refused.total() for w in self.cluster.workers)
-        self.outcomes["refused behind it"] += refused
+        self.outcomes["refused by receivers, honest ones to a party misled among them"] += refused

@@ -26,7 +26,7 @@ TEXTS = (
     "stop",
     "@x",
 )
-LONG_LIST = 2000
+LONG_LIST = 300
 
 
 def hostile(envelope: Envelope, random: Random) -> Envelope:
