@@ -223,6 +223,15 @@ class Client:
         request = pb.AuditRequest(worker_id=worker_id, include_blocks=include_blocks)
         return self._call(self._cluster.Audit, request)
 
+    def drain(self, worker_id: str, *, timeout_s: float = 0.0) -> None:
+        """Take a worker out of service; returns when it holds nothing any more and is ended.
+
+        Raises DeadlineExceeded after ``timeout_s`` (0: no limit); it goes on draining all the same.
+        """
+        request = pb.DrainRequest(worker_id=worker_id, timeout_s=timeout_s)
+        with _typed_errors(self._endpoint):
+            self._cluster.Drain(request, timeout=timeout_s + self._timeout_s if timeout_s else None)
+
     def health(self) -> bool:
         """Whether the inference service says that it is serving."""
         request = health_pb2.HealthCheckRequest(service=HEALTH_SERVICE)

@@ -9,8 +9,11 @@ from kvferry.worker.messages import NodeRef
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """``at`` is in seconds of the declaring host's monotonic clock."""
+    """``at`` is in seconds of the declaring host's monotonic clock. A life that was ``drained``
+    has ended as it was asked to, and has no successor.
+    """
 
     ref: NodeRef
     why: str
     at: float
+    drained: bool = False

@@ -196,6 +196,15 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
         )
 
 
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Take a worker out of service; answers when it holds nothing and is to be ended."""
+        try:
+            await self._node.drain(request.worker_id, request.timeout_s or None)
+        except Exception as error:  # the call's boundary: every error becomes a status
+            await fail(context, error)
+        return pb.DrainResponse()
+
+
 async def fail(context: Context, error: Exception, request_id: str = "") -> NoReturn:
     """End the call with the error's status and metadata."""
     failure = to_grpc(error, request_id)

@@ -27,6 +27,7 @@ class WorkerView:
         decode_tokens: positions of requests placed there and not ended.
         has_waiting: a request there waits for blocks.
         connected_to: sources that its connector has opened.
+        draining: it takes nothing new.
     """
 
     ref: NodeRef
@@ -37,6 +38,7 @@ class WorkerView:
     has_waiting: bool
     connected_to: frozenset[NodeRef]
     free_tokens: int = 0
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,12 @@ class LeastLoaded:
     def place(self, num_tokens: int, workers: Sequence[WorkerView]) -> Placement | None:
         """Least promised decode worker that some prefill worker can serve."""
         candidates = [
-            w for w in workers if Role.DECODE in w.roles and w.capacity_tokens and not w.has_waiting
+            w
+            for w in workers
+            if Role.DECODE in w.roles
+            and w.capacity_tokens
+            and not w.has_waiting
+            and not w.draining
         ]
         for decode in sorted(
             candidates,
@@ -104,6 +111,7 @@ class LeastLoaded:
             for w in workers
             if Role.PREFILL in w.roles
             and w.capacity_tokens
+            and not w.draining
             and reader is not None
             and w.ref in reader.connected_to
             and self._has_room(w, num_tokens, windowed)

@@ -22,6 +22,7 @@ class WorkerRecord:
     Attributes:
         prefill, decode: tokens of the requests placed here, by request.
         waiting: the request that found the pool FULL, if any.
+        draining: it takes nothing new (``cluster.draining``).
     """
 
     member: Member
@@ -32,6 +33,7 @@ class WorkerRecord:
     prefill: dict[RequestId, int] = field(default_factory=dict)
     decode: dict[RequestId, int] = field(default_factory=dict)
     waiting: RequestId | None = None
+    draining: bool = False
 
     @property
     def ref(self) -> NodeRef:
@@ -55,6 +57,7 @@ class WorkerRecord:
             self.waiting is not None,
             self.connected_to(),
             (self.load.num_free_blocks if self.load is not None else 0) * self.block_size,
+            self.draining,
         )
 
 
@@ -130,10 +133,12 @@ class WorkerRegistry:
     def not_ready_reasons(self) -> list[str]:
         """Why no request could be served now; empty when the cluster is ready.
 
-        Ready: a live worker for every required role, its load known, and a pair of prefill and
-        decode workers whose connector handshake is done; a colocated worker is a pair by itself.
+        Ready: a live worker for every required role, its load known, that is not draining, and a
+        pair of prefill and decode workers whose connector handshake is done; a colocated worker
+        is a pair by itself.
         """
-        live = [record for record in self._records.values() if record.load is not None]
+        records = self._records.values()
+        live = [r for r in records if r.load is not None and not r.draining]
         if any(len(record.member.roles) == 2 for record in live):
             return []
         prefill = {record.ref for record in live if Role.PREFILL in record.member.roles}

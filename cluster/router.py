@@ -57,6 +57,7 @@ class Router:
         self.channels = self._legs.channels
         self.workers = self._legs.workers
         self.outbox = self._legs.outbox
+        self.dismiss = self._legs.remove_worker  # one that holds nothing: this is no death
         self._line = WaitingLine(policy, self._legs)
         self.decisions = self._line.decisions
         self.requests: dict[RequestId, RoutedRequest] = {}

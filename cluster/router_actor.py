@@ -80,7 +80,7 @@ class RouterActor:
         return self._call(self._request_views())
 
     def lost_workers(self) -> list[Death]:
-        """Workers that this router has taken for dead since it was last asked."""
+        """Workers that this router has taken for dead, or drained, since it was last asked."""
         return self._call(self._take_lost())
 
     def register(self, worker: WorkerDescription) -> None:
@@ -111,7 +111,8 @@ class RouterActor:
     async def _take_lost(self) -> list[Death]:
         if self._node is None:
             return []
-        lost = list(self._node.router.lost)
+        lost = [*self._node.router.lost, *self._node.drained]
+        self._node.drained.clear()
         self._node.router.lost.clear()
         return lost
 

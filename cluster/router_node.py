@@ -8,10 +8,15 @@ what status needs to say about workers. Does not know gRPC.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
+from kvferry.cluster.deaths import Death
+from kvferry.cluster.draining import begin_drain, holds_any, serves_any
+from kvferry.cluster.errors import DeadlineExceeded, WorkerLost
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.routed_request import RoutedRequest
@@ -28,6 +33,7 @@ from kvferry.worker.network import Network
 logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 10.0
+DRAIN_POLL_S = 0.1
 
 
 class RouterNode:
@@ -48,6 +54,8 @@ class RouterNode:
         self.descriptions: dict[NodeRef, WorkerDescription] = {}
         self._audits: dict[tuple[NodeRef, int], asyncio.Future[m.AuditReport]] = {}
         self._audit_ids = 0
+        self.drained: deque[Death] = deque(maxlen=256)
+        self._drains: dict[NodeRef, asyncio.Task[None]] = {}
         self._timer = self._loop.create_task(self._run_timer(config.heartbeat / 4))
         self._network.start()
 
@@ -87,6 +95,34 @@ class RouterNode:
         self._flush()
         return found
 
+    async def drain(self, worker_id: str, timeout_s: float | None) -> None:
+        """Take a worker out of service; returns when it holds nothing and is to be ended.
+
+        Goes on when the caller has gone. Raises UnknownRequest, WorkerLost if it dies meanwhile,
+        DeadlineExceeded after ``timeout_s``.
+        """
+        requests = self.router.requests
+        ref = begin_drain(self.router.workers, requests.values(), worker_id)
+        if ref not in self._drains:
+            self._drains[ref] = self._loop.create_task(self._drain(ref))
+        done, _ = await asyncio.wait({self._drains[ref]}, timeout=timeout_s)
+        if not done:
+            raise DeadlineExceeded(f"{worker_id} still holds something after {timeout_s:g} s")
+        self._drains[ref].result()
+
+    async def _drain(self, ref: NodeRef) -> None:
+        while self.router.workers.get(ref) is not None:
+            if not serves_any(ref, self.router.requests.values()):
+                with contextlib.suppress(TimeoutError):
+                    if not holds_any(await self.audit(ref)):
+                        break
+            await asyncio.sleep(DRAIN_POLL_S)
+        if not self.router.dismiss(ref):
+            raise WorkerLost(f"{ref.node_id} died while it was drained")
+        self.drained.append(Death(ref, "drained", self.clock(), drained=True))
+        del self.descriptions[ref]
+        self._flush()
+
     async def audit(self, ref: NodeRef) -> m.AuditReport:
         """Ask a worker to walk its pool. Raises TimeoutError."""
         self._audit_ids += 1
@@ -109,8 +145,10 @@ class RouterNode:
     async def stop(self) -> None:
         """End every request and close the sockets."""
         self.end_requests()
-        self._timer.cancel()
-        await asyncio.gather(self._timer, return_exceptions=True)
+        tasks = [self._timer, *self._drains.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._network.stop)
 
     # --- the loop's two inputs --------------------------------------------------------------

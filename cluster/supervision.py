@@ -157,6 +157,14 @@ class Supervision:
         if tell:
             self._router.actor.worker_died.remote(ref, death.why)
 
+    def _retire(self, ref: NodeRef) -> None:
+        """A worker has been drained and holds nothing: end it; nobody takes its place."""
+        if not self._supervisor.retired(ref):
+            return
+        with self._lock:
+            worker = self._workers.pop(ref.node_id)
+        self._kill(worker.actor, worker.description.pid, worker.description.node_id)
+
     def _finish_starts(self, now: float) -> None:
         for name, (actor, pending) in list(self._starting.items()):
             if not _is_done(pending):
@@ -204,6 +212,9 @@ class Supervision:
             self._restart_router(type(error).__name__)
             return
         for death in lost:
+            if death.drained:
+                self._retire(death.ref)
+                continue
             self._declared(death)
             worker = self._workers.get(death.ref.node_id)
             if worker is not None and worker.description.member.ref == death.ref:

@@ -53,6 +53,14 @@ class Supervisor:
         self._schedule(slot, now)
         return True
 
+    def retired(self, ref: NodeRef) -> bool:
+        """The slot's worker is to have no successor; False if that life is not its present one."""
+        slot = self._slots.get(ref.node_id)
+        if slot is None or slot.alive != ref:
+            return False
+        del self._slots[ref.node_id]
+        return True
+
     def failed_to_start(self, name: str, now: float) -> None:
         """A start that was due has failed: try again later."""
         self._schedule(self._slots[name], now)

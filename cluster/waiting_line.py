@@ -65,10 +65,16 @@ class WaitingLine:
             self.decisions.append(request.decision)
 
     def movable(self, requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
-        """Those of ``requests`` that wait for blocks of one worker while another has enough."""
+        """Those of ``requests`` that wait for blocks of one worker while another has enough, or
+        while that worker is draining.
+        """
         found = []
         for request in requests:
             if not request.full or request.decode is None:
+                continue
+            record = self._legs.workers.get(request.decode.worker)
+            if record is not None and record.draining:
+                found.append(request)
                 continue
             needed = request.num_kv_prompt
             views = [v for v in self._legs.workers.views() if v.ref != request.decode.worker]

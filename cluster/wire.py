@@ -124,7 +124,7 @@ def worker_status(
     load = record.load
     status = pb.WorkerStatus(
         num_restarts=description.num_restarts,
-        worker=_worker(record.ref, description, "ready" if load is not None else "starting"),
+        worker=_worker(record.ref, description, _state(record)),
         heartbeat_age_s=now - record.last_heard,
     )
     if load is None:
@@ -155,6 +155,12 @@ def worker_status(
         for peer in load.peers
     )
     return status
+
+
+def _state(record: WorkerRecord) -> str:
+    if record.draining:
+        return "draining"
+    return "ready" if record.load is not None else "starting"
 
 
 def lost_worker(ref: NodeRef, description: WorkerDescription) -> pb.WorkerStatus:

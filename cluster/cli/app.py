@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": "stream the continuation of a prompt",
     "status": "show workers, load and counters of a running cluster",
     "blocks": "recount every KV block of a running cluster from its owners",
+    "drain": "take one worker of a running cluster out of service",
     "models": "list or fetch models",
     "bench": "measure a running cluster",
     "chaos": "end real processes under load, in every state of a request, and count",

@@ -18,6 +18,17 @@ def test_a_lost_worker_is_due_once_after_a_pause() -> None:
     assert supervisor.num_restarts("decode-0") == 1
 
 
+def test_a_drained_worker_has_no_successor_and_one_of_an_earlier_life_is_not_retired() -> None:
+    supervisor = Supervisor(POLICY)
+    supervisor.started("decode-0", NodeRef("decode-0", 3), 0.0)
+    assert not supervisor.retired(NodeRef("decode-0", 2))
+    assert supervisor.retired(NodeRef("decode-0", 3))
+    assert not supervisor.retired(NodeRef("decode-0", 3))
+    assert not supervisor.lost(NodeRef("decode-0", 3), 1.0)
+    assert supervisor.due(1000.0) == []
+    assert supervisor.alive() == []
+
+
 def test_a_loss_reported_twice_or_of_an_earlier_life_changes_nothing() -> None:
     supervisor = Supervisor(POLICY)
     supervisor.started("decode-0", NodeRef("decode-0", 3), 0.0)
