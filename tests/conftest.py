@@ -17,6 +17,8 @@ pytest_plugins = ("tests.model_fixture",)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# OpenMP threads that spin while they wait make a busy machine many times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # On a shared machine a slow example says nothing about the code. The same examples every time: a
 # red run is a finding and can be repeated; `--hypothesis-profile=explore` looks for new ones.
