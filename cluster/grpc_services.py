@@ -195,7 +195,6 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
             ]
         )
 
-
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Take a worker out of service; answers when it holds nothing and is to be ended."""
         try:

@@ -79,10 +79,7 @@ class LeastLoaded:
         candidates = [
             w
             for w in workers
-            if Role.DECODE in w.roles
-            and w.capacity_tokens
-            and not w.has_waiting
-            and not w.draining
+            if Role.DECODE in w.roles and w.capacity_tokens and not w.has_waiting and not w.draining
         ]
         for decode in sorted(
             candidates,
