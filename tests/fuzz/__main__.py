@@ -12,6 +12,7 @@ from tests.fuzz.arena import Arena
 from tests.fuzz.handshakes import knock_at_shared_memory, knock_at_tcp
 
 EPISODE = 250  # messages per cluster
+KINDS = ("values", "bytes")
 
 
 def main() -> None:
@@ -20,14 +21,15 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--handshakes", type=int, default=10_000, help="per transport")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is changed")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # every refusal is a warning
     began = time.monotonic()
     for name, knock in (("shm", knock_at_shared_memory), ("tcp", knock_at_tcp)):
         _say(f"handshakes, {name}", options.handshakes, knock(options.handshakes, Random(1)))
-    for kind, share in (("values", 0.5), ("bytes", 0.5)):
+    for kind in options.kinds:
         outcomes: Counter[str] = Counter()
-        count = int(options.messages * share)
+        count = options.messages // len(options.kinds)
         for episode in range(-(-count // EPISODE)):
             seed = options.seed * 1_000_000 + episode
             try:
