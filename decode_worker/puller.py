@@ -64,6 +64,12 @@ class Puller:
             if known is not None and known.ref != block.ref:
                 pull.failures.pop(block.start, None)
             pull.announced[block.start] = block
+        hand_off = announce.hand_off
+        if hand_off is not None and hand_off.num_computed_tokens != leg.num_kv_prompt:
+            problem = f"hand-off of {hand_off.num_computed_tokens} positions, "
+            problem += f"the prompt has {leg.num_kv_prompt}"
+            self._listener.pull_failed(leg, FailureCause.TRANSFER, problem)
+            return
         if announce.hand_off is not None and leg.hand_off is None:
             leg.hand_off = announce.hand_off
             pull.hand_off_received(now)

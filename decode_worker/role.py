@@ -192,7 +192,7 @@ class DecodeRole:
 
     def _hand_off_from_router(self, leg: DecodeLeg, hand_off: m.HandOff, now: float) -> None:
         """The prefill worker is dead: start with what is here, else the leg has failed."""
-        if leg.hand_off is None:
+        if leg.hand_off is None and hand_off.num_computed_tokens == leg.num_kv_prompt:
             leg.hand_off = hand_off
             leg.pull.hand_off_received(now)
         self.pull_advanced(leg, now)

@@ -141,6 +141,16 @@ def test_a_block_of_another_prompt_is_refused_though_its_shape_fits() -> None:
     assert "this worker computes" in failed(bench, FailureCause.TRANSFER)
 
 
+@pytest.mark.parametrize("num_computed", [1, 9, 11])
+def test_a_hand_off_of_another_length_never_starts_decode(num_computed: int) -> None:
+    bench = DecodeBench()
+    spec = bench.reserve(length=10)
+    announce = m.Announce(spec.request_id, ATTEMPT, (), m.HandOff((5,), num_computed))
+    bench.prefill.send(announce, bench.clock.now)
+    assert "the prompt has 10" in failed(bench, FailureCause.TRANSFER)
+    assert not bench.tokens()
+
+
 def tamper_first(bench: DecodeBench, count: int) -> None:
     """Flip a byte of the first ``count`` blocks copied."""
     left = [count]
