@@ -49,7 +49,7 @@ def test_prefill_and_decode_are_processes_of_their_own(
     for worker in workers.values():
         assert worker["state"] == "ready"
         assert worker["node_id"]
-        assert worker["connectors"] == ["shm"]
+        assert worker["connectors"] == ["shm", "tcp"]
     assert workers["prefill"]["epoch"] != workers["decode"]["epoch"]
 
 

@@ -298,7 +298,7 @@ def test_status_names_the_processes_that_serve(served: Served, client: Client) -
         assert entry.worker.state == "ready"
         assert entry.kv.num_total == entry.kv.num_free == 192
         assert entry.heartbeat_age_s < 10
-        assert list(entry.worker.connectors) == ["shm"]
+        assert list(entry.worker.connectors) == ["shm", "tcp"]
     decode = next(entry for entry in status.workers if entry.worker.role == "decode")
     assert [(peer.worker_id, peer.state) for peer in decode.peers] == [("prefill-0", "connected")]
     assert decode.decode_step_s > 0
