@@ -93,19 +93,30 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
     async def _write(self, context: Context, message: pb.GenerateResponse, request_id: str) -> None:
         """Hand one message to the transport, which takes none while the client takes none.
 
-        The status that ends a stream waits behind what was sent before it: until the client reads
-        on or goes, which keepalive finds out.
+        A client that takes nothing for the limit has its request cancelled at once. The status
+        that ends its stream waits behind what was sent before it: until the client reads on or
+        goes, which keepalive finds out. The write itself is never taken back: gRPC refuses any
+        status while one that was cancelled is still under way.
         """
+        write = asyncio.ensure_future(context.write(message))
         try:
-            async with asyncio.timeout(self._slow_client_limit_s):
-                await context.write(message)
-        except TimeoutError:
-            self._node.cancel(request_id)
-            self._node.router.counters["slow_clients"] += 1
-            limit = f"{self._slow_client_limit_s:g} s (server.slow_client_limit)"
-            slow = Cancelled(f"the client took nothing of its stream for {limit}: read faster")
-            logger.warning("request %s: %s", request_id, slow)
+            done, _ = await asyncio.wait({write}, timeout=self._slow_client_limit_s)
+            if not done:
+                slow = self._give_up(request_id)
+            await write
+        finally:
+            write.cancel()  # if the call has ended meanwhile; else it is done
+        if not done:
             await fail(context, slow, request_id)
+
+    def _give_up(self, request_id: str) -> Cancelled:
+        """Cancel the request of a client that takes nothing; what it will be told."""
+        self._node.cancel(request_id)
+        self._node.router.counters["slow_clients"] += 1
+        limit = f"{self._slow_client_limit_s:g} s (server.slow_client_limit)"
+        slow = Cancelled(f"the client took nothing of its stream for {limit}: read faster")
+        logger.warning("request %s: %s", request_id, slow)
+        return slow
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """End a request; its stream finishes with reason abort."""

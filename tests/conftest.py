@@ -6,6 +6,7 @@ Set before any test module is imported, because libraries read these variables w
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -25,6 +26,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 hypothesis.settings.register_profile("kvferry", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("kvferry")
+
+
+# In a run in the background the shell has SIGINT ignored, and children would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ even where their parent has died.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -107,7 +108,8 @@ class Command:
 
     def __exit__(self, *exc_info: object) -> None:
         for process in self.family():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(SOON_S)
 
 

@@ -228,15 +228,16 @@ def test_a_client_whose_machine_vanishes_has_its_request_cancelled(folder: Path)
 BIG = 40_000  # tokens of one delta: more than the transport takes for a client that does not read
 
 
-def push_tokens(stack: Stack, count: int) -> None:
-    """Tokens come, as from a worker."""
+def push_tokens(stack: Stack, count: int, times: int = 1) -> None:
+    """Tokens come, as from a worker, so many times with no pause between."""
 
     def push() -> None:
         (request,) = stack.router.requests.values()
-        known = len(request.delivered)
-        stack.router._deliver_tokens(
-            request, known, (130 + known % 90,) * count, stack.node.clock()
-        )
+        for _ in range(times):
+            known = len(request.delivered)
+            stack.router._deliver_tokens(
+                request, known, (130 + known % 90,) * count, stack.node.clock()
+            )
 
     stack.on_loop(push)
 
@@ -287,16 +288,15 @@ def test_a_client_that_takes_nothing_is_cancelled_counted_and_told(folder: Path)
             num_decode=0,
             wait_ready=False,
             max_model_len=20 * BIG,
-            limits=ServerLimits(slow_client_limit_s=0.3),
+            limits=ServerLimits(slow_client_limit_s=1.0),
         ) as stack,
         unread_stream(stack) as stream,
     ):
-        for _ in range(4):
-            push_tokens(stack, BIG)
+        push_tokens(stack, BIG, times=4)
         eventually("it is cancelled", lambda: stack.counters().get("slow_clients"))
         stack.assert_quiet()
         assert stack.counters()["finished_abort"] == stack.counters()["slow_clients"] == 1
-        with pytest.raises(Cancelled, match=r"took nothing of its stream for 0\.3 s"):
+        with pytest.raises(Cancelled, match=r"took nothing of its stream for 1 s"):
             list(stream)
         with Client(stack.endpoint) as other:  # and nobody else has noticed
             assert other.status().counters.aborted == 1
