@@ -144,7 +144,7 @@ class Router:
 
     def shut_down(self, now: float) -> None:
         """End every request: this router stops serving."""
-        error = WorkerLost("the router is shutting down; try again at another router")
+        error = WorkerLost("the router is shutting down; try again later")
         for request in list(self.requests.values()):
             self._end(request, RequestEnd(FAILED, error), now)
 

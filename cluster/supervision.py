@@ -44,6 +44,21 @@ class RunningWorker:
     description: WorkerDescription
     ended: Any
 
+    @property
+    def pid(self) -> int:
+        """The worker's process id on its node."""
+        return self.description.pid
+
+    @property
+    def node_id(self) -> str | None:
+        """Ray's id of that node."""
+        return self.description.node_id
+
+    @property
+    def ref(self) -> NodeRef:
+        """The worker in this life."""
+        return self.description.member.ref
+
 
 @dataclass(slots=True)
 class RunningRouter:
@@ -53,6 +68,37 @@ class RunningRouter:
     ref: NodeRef
     pid: int
     node_id: str
+
+
+class Handles:
+    """Handles of the watched processes on this node, by life.
+
+    A process id may be another's by the time it is signalled; a handle never is.
+    """
+
+    def __init__(self, this_node: str) -> None:
+        self._this_node = this_node
+        self._open: dict[NodeRef, int] = {}
+
+    def watch(self, process: RunningWorker | RunningRouter) -> None:
+        """Open a handle while the process is known to live."""
+        if process.node_id == self._this_node and process.ref not in self._open:
+            with contextlib.suppress(ProcessLookupError):
+                self._open[process.ref] = os.pidfd_open(process.pid)
+
+    def kill(self, ref: NodeRef) -> None:
+        """End the process, however it stands, and close the handle."""
+        handle = self._open.pop(ref, None)
+        if handle is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+
+    def close(self) -> None:
+        """Close what is open; ends nobody."""
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +122,14 @@ class Supervision:
         self._deaths: deque[Death] = deque(maxlen=256)
         self._asked: Any = None
         self._asked_at = 0.0
-        self._this_node = node_id(None)
+        self._handles = Handles(node_id(None))
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvferry-supervision", daemon=True)
+        self._handles.watch(router)
         for worker in workers:
-            ref = worker.description.member.ref
-            self._supervisor.started(ref.node_id, ref, time.monotonic())
+            self._handles.watch(worker)
+            self._supervisor.started(worker.ref.node_id, worker.ref, time.monotonic())
 
     def start(self) -> None:
         """Begin to watch."""
@@ -95,6 +142,7 @@ class Supervision:
             self._thread.join(10.0)
         for actor, _ in [*self._starting.values(), *filter(None, [self._starting_router])]:
             ray.kill(actor)
+        self._handles.close()
 
     def actors(self) -> tuple[Any, list[Any]]:
         """The present router actor and worker actors."""
@@ -142,7 +190,7 @@ class Supervision:
                 continue
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(worker.ended)
-            ref = worker.description.member.ref
+            ref = worker.ref
             self._lost(worker, Death(ref, "its process has ended", time.monotonic()), tell=True)
 
     def _lost(self, worker: RunningWorker, death: Death, tell: bool) -> None:
@@ -153,7 +201,7 @@ class Supervision:
         logger.warning("%s (epoch %d) is lost: %s", ref.node_id, ref.epoch, death.why)
         with self._lock:
             del self._workers[ref.node_id]
-        self._kill(worker.actor, worker.description.pid, worker.description.node_id)
+        self._kill(worker)
         if tell:
             self._router.actor.worker_died.remote(ref, death.why)
 
@@ -163,7 +211,7 @@ class Supervision:
             return
         with self._lock:
             worker = self._workers.pop(ref.node_id)
-        self._kill(worker.actor, worker.description.pid, worker.description.node_id)
+        self._kill(worker)
 
     def _finish_starts(self, now: float) -> None:
         for name, (actor, pending) in list(self._starting.items()):
@@ -179,17 +227,17 @@ class Supervision:
                 continue
             restarts = self._supervisor.num_restarts(name)
             description = replace(description, num_restarts=restarts)
+            worker = RunningWorker(actor, description, actor.wait.remote())
+            self._handles.watch(worker)
             with self._lock:
-                self._workers[name] = RunningWorker(actor, description, actor.wait.remote())
+                self._workers[name] = worker
             self._supervisor.started(name, description.member.ref, now)
             self._router.actor.register.remote(description)
 
-    def _kill(self, actor: Any, pid: int, where: str | None) -> None:
+    def _kill(self, process: RunningWorker | RunningRouter) -> None:
         """Make sure that a suspect is dead: a stopped process does not answer Ray."""
-        if where == self._this_node:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        ray.kill(actor)
+        self._handles.kill(process.ref)
+        ray.kill(process.actor)
 
     # --- the router -------------------------------------------------------------------------
 
@@ -217,13 +265,13 @@ class Supervision:
                 continue
             self._declared(death)
             worker = self._workers.get(death.ref.node_id)
-            if worker is not None and worker.description.member.ref == death.ref:
+            if worker is not None and worker.ref == death.ref:
                 self._lost(worker, death, tell=False)
 
     def _restart_router(self, why: str) -> None:
         logger.warning("the router is lost (%s): starting another", why)
         self._declared(Death(self._router.ref, why, time.monotonic()))
-        self._kill(self._router.actor, self._router.pid, self._router.node_id)
+        self._kill(self._router)
         self._asked = None
         self._starting_router = self._starts.router(
             [worker.description for worker in self._workers.values()]
@@ -245,9 +293,10 @@ class Supervision:
             )
             return
         self._starting_router = None
+        self._handles.watch(found)
         with self._lock:
             self._router = found
-        known = {worker.description.member.ref for worker in self._workers.values()}
+        known = {worker.ref for worker in self._workers.values()}
         logger.warning("a new router serves, with %d workers", len(known))
         for worker in self._workers.values():  # those that came while it was starting
             actor.register.remote(worker.description)

@@ -19,6 +19,8 @@ CPU_POOL_CAP_BYTES = 1 << 30
 class PoolTooSmall(KVFerryError):
     """The pool cannot hold one request of maximal length; names blocks got and wanted."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
@@ -138,4 +140,6 @@ def _read(file: Path) -> str | None:
 
 
 def _mib(num_bytes: int) -> str:
+    if abs(num_bytes) < MIB / 100:
+        return f"{num_bytes:,} bytes"
     return f"{num_bytes / MIB:,.2f} MiB"

@@ -24,6 +24,8 @@ class Attempt(NamedTuple):
 class InvalidRequest(KVFerryError):
     """A field of the request is missing, out of range or unsupported; names the field."""
 
+    exit_code = 2
+
 
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit the model's context; names both numbers."""

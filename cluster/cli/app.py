@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from kvferry.cluster.cli.command import EXIT_FAILED, Command, Result, UsageError
+from kvferry.cluster.reports.common import distribution_version
 from kvferry.kv_cache.errors import KVFerryError
 
 COMMANDS = {
@@ -68,9 +69,13 @@ def _load(name: str) -> Command:
 def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
     """A parser that knows every command's name and the chosen one's flags."""
     parser = _Parser(prog="kvferry", description="Serve language models on moved KV blocks.")
+    version = distribution_version("kvferry") or "unknown"
+    parser.add_argument("--version", action="version", version=f"kvferry {version}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        sub = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
         if name == chosen and command is not None:
             command.configure(sub)
     return parser

@@ -25,6 +25,7 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="HOST:PORT",
+        type=host_port,
         default=os.environ.get("KVFERRY_ENDPOINT") or DEFAULT_ENDPOINT,
         help="gRPC address of the cluster, or set KVFERRY_ENDPOINT (default: %(default)s)",
     )
@@ -52,6 +53,22 @@ def cluster_overrides(args: argparse.Namespace) -> dict[str, Any]:
         "transfer.connector": args.connector,
         "logging.level": os.environ.get("KVFERRY_LOG") or None,
     }
+
+
+def host_port(text: str) -> str:
+    """An argument type: HOST:PORT with a port of 1 to 65535."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted HOST:PORT, port 1 to 65535")
+    return text
+
+
+def seed(text: str) -> int:
+    """An argument type: a number of 64 bits."""
+    number = int(text)
+    if not 0 <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted 0 to 2**64 - 1")
+    return number
 
 
 def positive(text: str) -> int:

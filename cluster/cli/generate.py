@@ -9,7 +9,7 @@ from typing import cast
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, positive
+from kvferry.cluster.cli.flags import add_endpoint, add_json, positive, seed
 from kvferry.cluster.client import Client, GenerateStream
 from kvferry.cluster.client_stream import GenerateOptions, Transcript
 from kvferry.cluster.errors import Cancelled, ClusterUnreachable
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"keep the K likeliest tokens; 0 keeps all (default: {_DEFAULTS.top_k})",
     )
     parser.add_argument(
-        "--seed", metavar="S", type=int, help="key of the random choice (default: drawn anew)"
+        "--seed", metavar="S", type=seed, help="key of the random choice (default: drawn anew)"
     )
     parser.add_argument(
         "--stop",

@@ -1,4 +1,4 @@
-"""Progress for people, on standard error; silent where nobody watches.
+"""Progress for people, on standard error: a live line at a terminal, plain lines elsewhere.
 
 One object takes both kinds of news: stages with counts (download, conversion) and plain messages
 (start-up). Knows nothing of models or clusters.
@@ -15,10 +15,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 class ProgressLine:
-    """A context manager: one live line that shows the latest news.
+    """A context manager: one live line with the latest count; messages stay where they were said.
 
-    Silent if ``quiet`` or if ``stream`` is no terminal. ``on_news`` is called with every piece of
-    news and may raise, to end what goes on.
+    Silent if ``quiet``. Where ``stream`` is no terminal every message is a line, and so is the
+    beginning of every stage. ``on_news`` is called with every piece of news and may raise, to end
+    what goes on.
     """
 
     def __init__(
@@ -30,14 +31,17 @@ class ProgressLine:
     ) -> None:
         stream = sys.stderr if stream is None else stream
         self._on_news = on_news
+        self._quiet = quiet
+        self._is_live = not quiet and stream.isatty()
+        self._stage = ""
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
-            console=Console(file=stream),
+            console=Console(file=stream, highlight=False, soft_wrap=True),
             transient=True,
-            disable=quiet or not stream.isatty(),
+            disable=not self._is_live,
         )
         self._task = self._bar.add_task("", total=None)
 
@@ -45,11 +49,19 @@ class ProgressLine:
         """``done`` of ``total`` units of a stage; a total of 0 is unknown."""
         self._on_news()
         self._bar.update(self._task, description=name, completed=done, total=total or None)
+        if name != self._stage and not self._is_live:
+            self._print(f"{name} ...")
+        self._stage = name
 
     def say(self, message: str) -> None:
         """News without a count."""
         self._on_news()
-        self._bar.update(self._task, description=message, completed=0, total=None)
+        self._bar.update(self._task, description="", completed=0, total=None)
+        self._print(message)
+
+    def _print(self, message: str) -> None:
+        if not self._quiet:
+            self._bar.console.print(message, markup=False)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import os
 import sys
@@ -50,6 +51,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="address to serve gRPC on; port 0 picks a free one (default: 127.0.0.1:50051)",
     )
     parser.add_argument(
+        "--address",
+        metavar="RAY_ADDRESS",
+        help="join this running Ray cluster, HOST:PORT (default: start one of its own)",
+    )
+    parser.add_argument(
         "--ready-file",
         metavar="FILE",
         type=Path,
@@ -68,12 +74,18 @@ def run(args: argparse.Namespace) -> Result:
             "model.name": args.model,
             "model.dtype": args.dtype,
             "server.grpc": args.grpc,
+            "ray.address": args.address,
         },
     )
     if args.ready_file is not None:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
         with ProgressLine(quiet=False, on_news=signals.check) as progress:
+            if not is_loopback(config.server.grpc):
+                progress.say(
+                    f"warning: {config.server.grpc} can be reached from other machines, and there "
+                    "is neither TLS nor authentication: anybody who reaches it may use the cluster"
+                )
             cluster = start(config, progress)
         try:
             signals.install()  # whatever start-up put in their place
@@ -84,11 +96,21 @@ def run(args: argparse.Namespace) -> Result:
             print(line, flush=True)
             with contextlib.redirect_stdout(sys.stderr):  # Ray reports a dead process there
                 signals.wait()
+            print(f"stopping: streams have {STOP_TIMEOUT_S / 2:g} s to finish", file=sys.stderr)
         finally:
             if args.ready_file is not None:
                 args.ready_file.unlink(missing_ok=True)
             cluster.stop(STOP_TIMEOUT_S)
     return Result()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is reachable from this machine alone; a name counts as what it says."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def ready_line(grpc: str, ray_address: str) -> str:

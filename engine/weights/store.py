@@ -262,6 +262,9 @@ def resolve_model(
 
 def pull(name: str, cache_dir: Path, progress: Progress = no_progress) -> ModelFolder:
     """Fetch and convert a known model unless it is there."""
+    if name not in KNOWN_MODELS:
+        known = ", ".join(KNOWN_MODELS)
+        raise ModelMissing(f"model {name!r} cannot be fetched, only: {known}")
     return ModelStore(cache_dir).resolve(name, None, progress)
 
 

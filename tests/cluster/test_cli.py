@@ -190,12 +190,38 @@ def test_broken_stream_fails_generate(
     assert documents.parse(capsys.readouterr().out)["error"]["type"] == "StreamError"
 
 
-def test_refused_request_is_exit_1_and_named(
+def test_refused_request_is_a_usage_error_and_named(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.scripts["bad"] = [InvalidRequest("top_p: got 7.0, wanted at most 1")]
-    assert main(["generate", "bad"]) == 1
+    assert main(["generate", "bad"]) == 2
     assert "top_p: got 7.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--endpoint", "nonsense"],
+        ["--endpoint", ":"],
+        ["--endpoint", "127.0.0.1:99999"],
+        ["--endpoint", "127.0.0.1:0"],
+        ["--seed", "-1"],
+        ["--seed", str(2**64)],
+    ],
+)
+def test_values_that_cannot_be_are_refused_before_anybody_is_asked(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert arguments[0] in err and repr(arguments[1]).strip("'") in err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("kvferry ")
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -250,7 +250,8 @@ def test_serve_says_ready_once_and_stops_in_order(
     assert file.read_text() == ready
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (0, "STOPPING\n", "")
+    assert (process.returncode, out) == (0, "STOPPING\n")
+    assert err == "stopping: streams have 15 s to finish\n"
     assert not file.exists()
 
 
