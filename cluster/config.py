@@ -33,6 +33,8 @@ class ConfigError(KVFerryError):
 # Keys and values that are spoken for and that a later version fills.
 _LATER_KEYS = {
     "": ("slo", "tenants"),
+    "model": ("revision",),
+    "logging": ("format",),
     "cache": ("prefix_caching", "prefix_match_unit", "hash_seed", "host_tier"),
     "prefill": ("resources",),
     "decode": ("resources",),

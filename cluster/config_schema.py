@@ -86,7 +86,6 @@ class ModelConfig(_Section):
 
     name: Text = "smollm2-135m-instruct"
     path: Text | None = None
-    revision: Text | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Count | None = None
     served_name: Text | None = None
@@ -205,7 +204,6 @@ class LoggingConfig(_Section):
     """What the processes log, to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "warning"
-    format: Literal["text", "json"] = "text"
 
 
 class DebugConfig(_Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvferry.cluster.config import (
     Config,
     ConfigError,
     Replicas,
+    _known_keys,
     load_config,
     parse_duration,
     parse_size,
@@ -232,3 +234,21 @@ def test_configuration_loads_neither_torch_nor_ray_nor_grpc() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_every_key_is_in_the_documentation_and_nothing_else_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## Environment")[0]
+    named: set[str] = set()
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        section = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            key = section + name if name.startswith(".") else name
+            section = section or key.rpartition(".")[0]
+            named.add(key)
+    declared = {key for key in _known_keys(Config) if not _is_section(key)}
+    assert named == declared
+
+
+def _is_section(key: str) -> bool:
+    return any(other.startswith(f"{key}.") for other in _known_keys(Config))
