@@ -28,9 +28,6 @@ def init_ray(config: Config) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What Ray asks for by default when it starts a cluster, it does not send by default when it
-    # joins one: the token of ~/.ray/auth_token.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     address = config.ray.address
     local: dict[str, Any] = {
         "include_dashboard": False,
