@@ -34,6 +34,7 @@ from kvferry.worker.messages import NodeRef
 
 READY_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
+LAST_CALL_S = 2.0  # for a router or workers to end by themselves, after that
 ROUTER_NAME = "router-0"
 
 ROLES: dict[str, type[WorkerActor]] = {
@@ -82,7 +83,7 @@ class Cluster:
         try:
             cluster._start(progress)
         except BaseException:
-            cluster.stop(timeout_s=0.0)  # nobody is served yet
+            cluster.stop(grace_s=0.0)  # nobody is served yet
             raise
         cluster.startup_s = time.monotonic() - began
         return cluster
@@ -172,8 +173,11 @@ class Cluster:
             return None
         return views
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Let streams finish for half the time, end the rest, end every process; idempotent."""
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Let streams finish for ``grace_s`` seconds, end the rest, end every process; idempotent.
+
+        Whatever a process does, or does not, it is over ``2 * LAST_CALL_S`` seconds later.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -182,8 +186,8 @@ class Cluster:
             self._supervision.stop()
             router, actors = self._supervision.actors()
         if router is not None:
-            end([router.stop.remote(timeout_s / 2)], timeout_s)
-        end([actor.stop.remote() for actor in actors], timeout_s / 2)
+            end([router.stop.remote(grace_s)], grace_s + LAST_CALL_S)
+        end([actor.stop.remote() for actor in actors], LAST_CALL_S)
         for actor in [*actors, router]:
             if actor is not None:
                 ray.kill(actor)

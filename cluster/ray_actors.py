@@ -64,7 +64,6 @@ def get(ref: Any) -> Any:
 
 
 def end(refs: Sequence[Any], timeout_s: float) -> None:
-    """Wait for calls that end something; one that is dead already has ended."""
-    for ref in refs:
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            ray.get(ref, timeout=timeout_s)
+    """Wait for calls that end something, all together; one that is dead already has ended."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)

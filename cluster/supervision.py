@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
 ROUTER_PATIENCE_S = 1.7  # with the periods around it a death is declared within 2 s
+ROUTER_START_S = 60.0  # a new router that has not come by then is given up for another
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ class Supervision:
         self._router = router
         self._starting: dict[str, tuple[Any, Any]] = {}
         self._starting_router: tuple[Any, Any] | None = None
+        self._router_start_at = 0.0
         self._deaths: deque[Death] = deque(maxlen=256)
         self._asked: Any = None
         self._asked_at = 0.0
@@ -244,7 +246,7 @@ class Supervision:
     def _watch_router(self, now: float) -> None:
         """Ask which workers it has lost; the asking shows whether it lives."""
         if self._starting_router is not None:
-            self._finish_router_start()
+            self._finish_router_start(now)
             return
         if self._asked is None:
             self._asked, self._asked_at = self._router.actor.lost_workers.remote(), now
@@ -273,24 +275,26 @@ class Supervision:
         self._declared(Death(self._router.ref, why, time.monotonic()))
         self._kill(self._router)
         self._asked = None
-        self._starting_router = self._starts.router(
-            [worker.description for worker in self._workers.values()]
-        )
+        self._start_router(time.monotonic())
 
-    def _finish_router_start(self) -> None:
+    def _start_router(self, now: float) -> None:
+        workers = [worker.description for worker in self._workers.values()]
+        self._starting_router, self._router_start_at = self._starts.router(workers), now
+
+    def _finish_router_start(self, now: float) -> None:
         assert self._starting_router is not None
         actor, pending = self._starting_router
-        if not _is_done(pending):
+        late = now - self._router_start_at > ROUTER_START_S
+        if not _is_done(pending) and not late:
             return
         try:
-            ray.get(pending)
-            found = RunningRouter(actor, *ray.get(actor.whereabouts.remote(node_id)))
-        except ray.exceptions.RayError as error:
-            logger.error("the router did not start, trying again: %s", error)
+            ray.get(pending, timeout=0)
+            whereabouts = actor.whereabouts.remote(node_id)
+            found = RunningRouter(actor, *ray.get(whereabouts, timeout=ROUTER_PATIENCE_S))
+        except ray.exceptions.RayError as error:  # GetTimeoutError too
+            logger.error("the router did not start, trying again: %r", error)
             ray.kill(actor)
-            self._starting_router = self._starts.router(
-                [worker.description for worker in self._workers.values()]
-            )
+            self._start_router(now)
             return
         self._starting_router = None
         self._handles.watch(found)

@@ -5,6 +5,19 @@ imported only when that command runs, so that help and the client commands load 
 ray.
 """
 
-from kvferry.cluster.cli.app import main
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvferry ARGV`` (default: the process's arguments); returns the exit code."""
+    try:
+        from kvferry.cluster.cli import app
+    except KeyboardInterrupt:  # before there is a command that could say it better
+        print("kvferry: interrupted", file=sys.stderr)
+        return 130
+    return app.main(argv)

@@ -33,7 +33,6 @@ from kvferry.cluster.reports.common import Json
 from kvferry.cluster.reports.documents import to_json
 from kvferry.protos import kvferry_pb2 as pb
 
-STOP_TIMEOUT_S = 10.0
 # A router that is back at its address is found again at once.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> Result:
             watched = cast(WatchedCluster, cluster)
             found = asyncio.run(_find(watched, config, cells, args.soak, progress))
         finally:
-            cluster.stop(STOP_TIMEOUT_S)
+            cluster.stop(0.0)
     fields = document_fields(found, config)
     if not args.json:
         show(found, people(args))

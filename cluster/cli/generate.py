@@ -10,6 +10,7 @@ from typing import cast
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
 from kvferry.cluster.cli.flags import add_endpoint, add_json, positive, seed
+from kvferry.cluster.cli.signals import CancelOnInterrupt
 from kvferry.cluster.client import Client, GenerateStream
 from kvferry.cluster.client_stream import GenerateOptions, Transcript
 from kvferry.cluster.errors import Cancelled, ClusterUnreachable
@@ -87,8 +88,8 @@ def run(args: argparse.Namespace) -> Result:
     with Client(args.endpoint) as client:
         try:
             stream = client.generate(None if args.chat else args.prompt, **options)
-            with stream:
-                _follow(stream, transcript, show=not args.json)
+            with stream, CancelOnInterrupt(stream.close) as interrupt:
+                error = _followed(stream, transcript, interrupt, show=not args.json)
         except (KVFerryError, KeyboardInterrupt) as exc:
             error = exc
     request_id = "" if stream is None else stream.request_id
@@ -100,6 +101,19 @@ def run(args: argparse.Namespace) -> Result:
     reason = Cancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error
     outcome = Outcome(args.prompt, request_id, transcript, reason)
     return Result(fields={"requests": [request_json(outcome)]}, error=error)
+
+
+def _followed(
+    stream: GenerateStream, transcript: Transcript, interrupt: CancelOnInterrupt, *, show: bool
+) -> KeyboardInterrupt | None:
+    """Follow a stream to its end; an interrupt that cancelled it is returned."""
+    try:
+        _follow(stream, transcript, show=show)
+    except Cancelled:
+        if not interrupt.received:
+            raise
+        return KeyboardInterrupt()
+    return None
 
 
 def _follow(stream: GenerateStream, transcript: Transcript, *, show: bool) -> None:

@@ -18,14 +18,14 @@ from kvferry.cluster.cli.signals import StopSignals
 from kvferry.cluster.cli.startup import start
 from kvferry.cluster.config import load_config
 
-STOP_TIMEOUT_S = 30.0
+GRACE_S = 5.0  # with what ends after it, a stop takes less than 10 s
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.epilog = (
         "SIGINT or SIGTERM ends the service: no new requests, running streams have "
-        f"{STOP_TIMEOUT_S / 2:g} s to finish, then every process ends and the exit code is 0. "
+        f"{GRACE_S:g} s to finish, then every process ends and the exit code is 0. "
         "During start-up, or a second time, it ends the command at once with exit code 130."
     )
     add_cluster(parser)
@@ -96,11 +96,11 @@ def run(args: argparse.Namespace) -> Result:
             print(line, flush=True)
             with contextlib.redirect_stdout(sys.stderr):  # Ray reports a dead process there
                 signals.wait()
-            print(f"stopping: streams have {STOP_TIMEOUT_S / 2:g} s to finish", file=sys.stderr)
+            print(f"stopping: streams have {GRACE_S:g} s to finish", file=sys.stderr)
         finally:
             if args.ready_file is not None:
                 args.ready_file.unlink(missing_ok=True)
-            cluster.stop(STOP_TIMEOUT_S)
+            cluster.stop(GRACE_S)
     return Result()
 
 

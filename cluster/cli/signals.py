@@ -1,10 +1,11 @@
-"""What SIGINT and SIGTERM do to a command that runs a cluster."""
+"""What SIGINT and SIGTERM do to a command that runs a cluster or follows a stream."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
@@ -58,3 +59,39 @@ class StopSignals:
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+class CancelOnInterrupt:
+    """A context manager under which the first SIGINT calls ``cancel`` from a thread of its own.
+
+    KeyboardInterrupt would be raised wherever the main thread happens to be, also between two
+    lines of a library that belong together; a stream that is cancelled ends by itself instead.
+    The second SIGINT raises KeyboardInterrupt. Main thread only; ``received``: one has come.
+    """
+
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self._cancel = cancel
+        self._wake = threading.Event()
+        self.received = False
+
+    def _run(self) -> None:
+        self._wake.wait()
+        if self.received:
+            self._cancel()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
+        self._wake.set()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="cancel-on-interrupt", daemon=True)
+        self._thread.start()
+        self._before = signal.signal(signal.SIGINT, self._interrupted)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        self._wake.set()
+        self._thread.join()

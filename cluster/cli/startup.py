@@ -24,7 +24,7 @@ class RunningCluster(Protocol):
     ray_address: str
     startup_s: float
 
-    def stop(self, timeout_s: float) -> None:
+    def stop(self, grace_s: float) -> None:
         """Drain, then end every process that was started, within ``timeout_s`` seconds."""
 
 
@@ -33,8 +33,8 @@ def start(config: Config, progress: ProgressLine) -> RunningCluster:
 
     Raises ModelMissing and its kin, PortUnavailable, or whatever kept a worker from starting.
     """
-    # The token of ~/.ray/auth_token, which Ray asks for by default when it starts a cluster, it does
-    # not send by default when it joins one; and it looks at this variable once, when it is loaded.
+    # Ray's own token, which it asks for by default when it starts a cluster, it does not send by
+    # default when it joins one; and it looks at this variable once, when it is loaded.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     store = import_module("kvferry.engine.weights.store")
     launcher = import_module("kvferry.cluster.launcher")

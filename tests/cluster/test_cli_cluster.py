@@ -32,7 +32,7 @@ class FakeCluster:
         self.grpc = endpoint
         self.stopped = 0
 
-    def stop(self, timeout_s: float) -> None:
+    def stop(self, grace_s: float) -> None:
         self.stopped += 1
 
 
@@ -191,7 +191,7 @@ from kvferry.cluster.cli import main, serve
 
 class Cluster:
     grpc, ray_address, startup_s = "127.0.0.1:7", "127.0.0.1:6379", 0.0
-    def stop(self, timeout_s):
+    def stop(self, grace_s):
         print("STOPPING", flush=True)
         {stop}
 
@@ -251,7 +251,7 @@ def test_serve_says_ready_once_and_stops_in_order(
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "STOPPING\n")
-    assert err == "stopping: streams have 15 s to finish\n"
+    assert err == "stopping: streams have 5 s to finish\n"
     assert not file.exists()
 
 

@@ -31,7 +31,7 @@ def served(
         assert running.process.poll() is None, f"serve died during the tests: {running.err}"
         running.process.send_signal(signal.SIGTERM)
         ended = running.wait()
-        assert (ended.code, ended.err) == (0, "")
+        assert (ended.code, ended.complaints) == (0, [])
         running.assert_nothing_lives_on()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,13 @@ START_S = 180.0
 STOP_S = 120.0
 SOON_S = 60.0
 POLL_S = 0.05
+
+# What a command that runs a cluster tells on standard error when nothing is amiss.
+_PROGRESS = re.compile(
+    r"starting Ray|joining the Ray cluster at \S+|starting \d+ workers and the router"
+    r"|\S+: KV pool: .* \(as requested\)|waiting for the workers to connect|ready"
+    r"|stopping: streams have [\d.]+ s to finish"
+)
 
 T = TypeVar("T")
 
@@ -51,6 +59,11 @@ class Ended:
     code: int
     out: str
     err: str
+
+    @property
+    def complaints(self) -> list[str]:
+        """The lines of standard error that are not the progress of a start and a stop."""
+        return [line for line in self.err.splitlines() if not _PROGRESS.fullmatch(line)]
 
 
 class Command:
