@@ -67,6 +67,7 @@ def _host_port(value: str) -> str:
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
+RayAddress = Annotated[str, AfterValidator(lambda it: it if it == "auto" else _host_port(it))]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Text = Annotated[str, Field(min_length=1)]
@@ -193,9 +194,12 @@ class ServerConfig(_Section):
 
 
 class RayConfig(_Section):
-    """The Ray cluster to join; with no ``address`` a local one is started."""
+    """The Ray cluster to join; with no ``address`` a local one is started.
 
-    address: Text | None = None
+    Address auto is the one that runs on this host.
+    """
+
+    address: RayAddress | None = None
     namespace: Text = "kvferry"
     object_store_memory: Annotated[Size, Field(ge=75 * 2**20)] = 100 * 2**20
 

@@ -77,7 +77,8 @@ class Cluster:
         began = time.monotonic()
         if not config.ray.address:  # else the router may be on another host
             check_port(config.server.grpc)
-        progress("starting Ray")
+        address = config.ray.address
+        progress(f"joining the Ray cluster at {address}" if address else "starting Ray")
         owns_ray = init_ray(config)
         cluster = cls(config, model_folder, owns_ray)
         try:

@@ -19,14 +19,22 @@ from typing import Any
 import ray
 
 from kvferry.cluster.config import Config
+from kvferry.cluster.errors import ClusterUnreachable
+
+REACH_S = 5.0
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def init_ray(config: Config) -> bool:
-    """Join the configured Ray cluster, or start a small local one; True if it is ours."""
+    """Join the configured Ray cluster, or start a small local one; True if there was none before.
+
+    Raises ClusterUnreachable if the one to join does not answer or does not let us in.
+    """
     if ray.is_initialized():
         return False
+    if config.ray.address not in (None, "auto"):
+        _reach(config.ray.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = config.ray.address
     local: dict[str, Any] = {
@@ -35,15 +43,33 @@ def init_ray(config: Config) -> bool:
         # Ray's own is 15: any other program on the host would starve heartbeats and steps.
         "_system_config": {"worker_niceness": 0},
     }
-    with _own_signals():
-        ray.init(
-            address=address or "local",
-            namespace=config.ray.namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({} if address else local),
-        )
+    try:
+        with _own_signals():
+            ray.init(
+                address=address or "local",
+                namespace=config.ray.namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if address else local),
+            )
+    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+        if not address:
+            raise
+        raise ClusterUnreachable(
+            f"cannot join Ray at {address}: {error}; if it runs, does it ask for another token "
+            "than ~/.ray/auth_token or RAY_AUTH_TOKEN has here?"
+        ) from error
     return True
+
+
+def _reach(address: str) -> None:
+    """Raise ClusterUnreachable if nothing listens at HOST:PORT; Ray would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ClusterUnreachable(f"no Ray cluster answers at {address}: {why}") from error
 
 
 @contextlib.contextmanager

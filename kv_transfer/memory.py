@@ -12,8 +12,10 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from kvferry.kv_cache.errors import KVFerryError
@@ -21,6 +23,8 @@ from kvferry.kv_cache.errors import KVFerryError
 WORD_BYTES = 8  # one generation word
 # fcntl has no name for it before Python 3.13: no new writable mapping, the existing one stays.
 F_SEAL_FUTURE_WRITE = 0x10
+
+CGROUP = Path("/sys/fs/cgroup")  # of this process, in a container with version 2
 
 Fallocate = Callable[[int, int, int], None]
 
@@ -126,9 +130,21 @@ class SharedPoolMemory(PoolMemory):
         super().close()
 
 
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process could take now without swapping or being killed, roughly."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        return available if limit == "max" else min(available, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        return available  # no such limit here
+
+
 def allocate_private(num_blocks: int, block_bytes: int) -> PoolMemory:
     """Zeroed memory of this process alone. Raises PoolMemoryUnavailable."""
     _check_shape(num_blocks, block_bytes)
+    _check_available(num_blocks * block_bytes)
     try:
         blocks = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
         return PoolMemory(blocks, np.zeros(num_blocks, dtype=np.uint64))
@@ -145,6 +161,7 @@ def allocate_shared(
     SIGBUS at the first write. ``fallocate(fd, offset, length)`` is replaced in tests.
     """
     _check_shape(num_blocks, block_bytes)
+    _check_available(num_blocks * block_bytes)
     blocks_map, blocks_fd = _allocate_file("kvferry-blocks", num_blocks * block_bytes, fallocate)
     try:
         words_map, words_fd = _allocate_file(
@@ -232,7 +249,14 @@ def _check_shape(num_blocks: int, block_bytes: int) -> None:
         )
 
 
-def _unavailable(num_bytes: int, cause: BaseException) -> PoolMemoryUnavailable:
+def _check_available(num_bytes: int) -> None:
+    """Refuse what the kernel would promise and then kill somebody for."""
+    available = available_bytes()
+    if num_bytes > available:
+        raise _unavailable(num_bytes, f"the host has {available} available")
+
+
+def _unavailable(num_bytes: int, cause: object) -> PoolMemoryUnavailable:
     return PoolMemoryUnavailable(
         f"cannot get {num_bytes} bytes of pool memory ({cause}): lower cache.num_blocks or "
         "cache.memory, or give this process more memory"

@@ -34,6 +34,16 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Flags that override the configuration file, shared by ``demo`` and ``serve``."""
     parser.add_argument("--config", metavar="FILE", help="YAML configuration (default: none)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="a name that 'models list' shows, a folder or a .gguf file (default: the first name)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="weights' and activations' type; auto is float32 on CPU (default: auto)",
+    )
     for role, default in (("prefill", 1), ("decode", 1)):
         parser.add_argument(
             f"--{role}", metavar="N", type=int, help=f"{role} workers (default: {default})"
@@ -48,6 +58,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 def cluster_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The values of ``add_cluster`` and of KVFERRY_LOG by configuration key; None: not given."""
     return {
+        "model.name": args.model,
+        "model.dtype": args.dtype,
         "prefill.replicas": args.prefill,
         "decode.replicas": args.decode,
         "transfer.connector": args.connector,

@@ -30,16 +30,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster(parser)
     parser.add_argument(
-        "--model",
-        metavar="NAME|PATH",
-        help="a name that 'models list' shows, a folder or a .gguf file (default: the first name)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="weights' and activations' type; auto is float32 on CPU (default: auto)",
-    )
-    parser.add_argument(
         "--colocated",
         metavar="N",
         type=int,
@@ -71,8 +61,6 @@ def run(args: argparse.Namespace) -> Result:
         {
             **cluster_overrides(args),
             "colocated.replicas": args.colocated,
-            "model.name": args.model,
-            "model.dtype": args.dtype,
             "server.grpc": args.grpc,
             "ray.address": args.address,
         },

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kvferry.kv_transfer.memory import (
     PoolMemoryUnavailable,
     allocate_private,
     allocate_shared,
+    available_bytes,
     map_readonly,
 )
 from tests.kv_transfer.open_files import open_files
@@ -74,6 +76,26 @@ def test_lack_of_memory_is_a_typed_error_at_start_and_leaves_nothing_open(fails_
     with pytest.raises(PoolMemoryUnavailable, match="No space left"):
         allocate_shared(2, 4096, fallocate=full)
     assert open_files() == before
+
+
+@pytest.mark.parametrize("allocate", [allocate_private, allocate_shared])
+def test_more_than_the_host_has_is_refused_before_any_of_it_is_taken(
+    allocate: Callable[[int, int], PoolMemory],
+) -> None:
+    with pytest.raises(PoolMemoryUnavailable, match=rf"cannot get {1 << 50} bytes.*available"):
+        allocate(1 << 20, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"), [("1000", "300", 700), ("1000", "1300", 0), ("max", "1", None)]
+)
+def test_a_container_s_limit_counts(
+    limit: str, used: str, expected: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    found = available_bytes(tmp_path)
+    assert found == expected if expected is not None else found > 1 << 20
 
 
 def test_a_limit_of_the_system_is_the_same_typed_error() -> None:
