@@ -1,8 +1,9 @@
 """``make cancel-storm``: requests of which a third are cancelled at random moments.
 
-A prefill and a decode worker over a stub model in one process, with real gRPC, ZeroMQ and shared
-memory (``tests.stack``). Cancels come by call, by deadline and by leaving. In the end every pool
-is free, every counter adds up, and the memory of the process has not grown since the warm-up.
+Cancels come by call, by deadline and by leaving. In the end every pool is free, every counter adds
+up, and the memory of the processes has not grown since the warm-up. The command runs it on a real
+cluster of one prefill and one decode worker with a small model of random weights; the suite, a
+shorter one over a stub model in one process, with real gRPC, ZeroMQ and shared memory.
 """
 
 from __future__ import annotations
@@ -15,23 +16,29 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import psutil
 
-from kvferry.cluster.client import AsyncClient, AsyncGenerateStream
+from kvferry.cluster.client import AsyncClient, AsyncGenerateStream, Client
 from kvferry.cluster.errors import DeadlineExceeded
 from kvferry.protos import kvferry_pb2 as pb
+from tests.engine.tiny_gguf import CONTEXT, vocabulary, write_tiny_gguf
 from tests.stack import Stack
+from tests.system.pools import assert_quiet
+from tests.system.processes import Served
 
 CONCURRENCY = 32
 SHARE_CANCELLED = 1 / 3
 LONGEST_S = 0.5  # deadlines
 SWITCH_S = 0.0005  # all parties share one interpreter here: let them take turns
+RENAMED = {"aborted": "finished_abort", "failed": "finished_error"}  # of the status, here
 READINGS = 8  # of resident memory
+LONGEST_PROMPT = 60
+CONFIG = "{cache: {num_blocks: 96}, decode: {num_blocks: 64}}"  # too few for all at once
 
 
 @dataclass
@@ -42,7 +49,7 @@ class Outcome:
     duration_s: float = 0.0
     ends: Counter[str] = field(default_factory=Counter)
     counters: dict[str, int] = field(default_factory=dict)
-    resident_bytes: list[int] = field(default_factory=list)
+    resident_bytes: dict[str, list[int]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """What does not add up; empty if all does."""
@@ -64,16 +71,24 @@ class Outcome:
 class Storm:
     """Sends the requests; ``random`` decides every moment."""
 
-    def __init__(self, stack: Stack, num_requests: int, random: Random) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        watched: Sequence[psutil.Process],
+        longest_output: int,
+        num_requests: int,
+        random: Random,
+    ) -> None:
         self.outcome = Outcome(num_requests)
-        self._stack = stack
+        self._endpoint = endpoint
+        self._watched = watched
+        self._longest_output = longest_output
         self._random = random
-        self._process = psutil.Process()
 
     async def run(self) -> Outcome:
         """All requests, ``CONCURRENCY`` at a time; memory is read along the way."""
         began = time.monotonic()
-        async with AsyncClient(self._stack.endpoint) as client:
+        async with AsyncClient(self._endpoint) as client:
             left = iter(range(self.outcome.sent))
             reading = asyncio.create_task(self._read_memory())
             await asyncio.gather(*(self._send(client, left) for _ in range(CONCURRENCY)))
@@ -87,9 +102,10 @@ class Storm:
 
     async def _one(self, client: AsyncClient) -> str:
         random = self._random
-        prompt = [random.randrange(900) for _ in range(random.randint(1, 60))]
+        length = random.randint(1, LONGEST_PROMPT)
+        prompt = [random.randrange(len(vocabulary())) for _ in range(length)]
         is_doomed = random.random() < SHARE_CANCELLED
-        max_tokens = 130 if is_doomed else random.randint(1, 40)
+        max_tokens = self._longest_output if is_doomed else random.randint(1, 40)
         sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
         how = random.choice(["call", "deadline", "leave"])
@@ -147,18 +163,21 @@ class Storm:
             self.note_memory()
 
     def note_memory(self) -> None:
-        """Read the resident memory."""
+        """Read the resident memory of each process."""
         gc.collect()
-        self.outcome.resident_bytes.append(self._process.memory_info().rss)
+        for process in self._watched:
+            name = process.name().removeprefix("ray::").partition(".")[0]
+            readings = self.outcome.resident_bytes.setdefault(name, [])
+            readings.append(process.memory_info().rss)
 
 
 def storm(folder: Path, num_requests: int, seed: int = 1) -> Outcome:
-    """Run one; the pools must be free and every load zero when it is over."""
+    """Run one in this process; the pools must be free and every load zero when it is over."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
         with Stack(folder, num_blocks=96, decode_blocks=64) as stack:
-            weather = Storm(stack, num_requests, Random(seed))
+            weather = Storm(stack.endpoint, [psutil.Process()], 130, num_requests, Random(seed))
             outcome = asyncio.run(weather.run())
             stack.assert_quiet()
             outcome.counters = stack.counters()
@@ -166,6 +185,29 @@ def storm(folder: Path, num_requests: int, seed: int = 1) -> Outcome:
             return outcome
     finally:
         sys.setswitchinterval(usual)
+
+
+def real_storm(folder: Path, num_requests: int, seed: int) -> Outcome:
+    """Run one on real processes; the pools must be free when it is over."""
+    model = folder / "random.gguf"
+    write_tiny_gguf(model)
+    with (
+        Served(folder, CONFIG, "--model", str(model)) as served,
+        Client(served.endpoint) as client,
+    ):
+        watched = [p for p in served.family() if "Worker" in p.name() or "Router" in p.name()]
+        assert len(watched) == 3, watched
+        weather = Storm(
+            served.endpoint, watched, CONTEXT - LONGEST_PROMPT, num_requests, Random(seed)
+        )
+        outcome = asyncio.run(weather.run())
+        assert_quiet(client)
+        outcome.counters = {
+            RENAMED.get(item.name, item.name): value
+            for item, value in client.status().counters.ListFields()
+        }
+        weather.note_memory()
+        return outcome
 
 
 def main() -> None:
@@ -176,11 +218,12 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = storm(Path(folder), options.requests, options.seed)
+        outcome = real_storm(Path(folder), options.requests, options.seed)
     print(f"{outcome.sent} requests in {outcome.duration_s:.1f} s, ended as {dict(outcome.ends)}")
     print(f"router: {outcome.counters}")
-    megabytes = [f"{resident / 2**20:.1f}" for resident in outcome.resident_bytes]
-    print(f"resident MiB, start to end: {' '.join(megabytes)}")
+    for name, readings in outcome.resident_bytes.items():
+        megabytes = " ".join(f"{resident / 2**20:.1f}" for resident in readings)
+        print(f"resident MiB of {name}, from the first eighth to the end: {megabytes}")
     problems = outcome.problems()
     print("pools free, loads zero; " + ("; ".join(problems) or "counters add up"))
     raise SystemExit(bool(problems))
