@@ -38,6 +38,7 @@ SWITCH_S = 0.0005  # all parties share one interpreter here: let them take turns
 RENAMED = {"aborted": "finished_abort", "failed": "finished_error"}  # of the status, here
 READINGS = 8  # of resident memory
 LONGEST_PROMPT = 60
+VOCAB_SIZE = len(vocabulary())
 CONFIG = "{cache: {num_blocks: 96}, decode: {num_blocks: 64}}"  # too few for all at once
 
 
@@ -103,7 +104,7 @@ class Storm:
     async def _one(self, client: AsyncClient) -> str:
         random = self._random
         length = random.randint(1, LONGEST_PROMPT)
-        prompt = [random.randrange(len(vocabulary())) for _ in range(length)]
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
         is_doomed = random.random() < SHARE_CANCELLED
         max_tokens = self._longest_output if is_doomed else random.randint(1, 40)
         sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
