@@ -25,7 +25,7 @@ class RunningCluster(Protocol):
     startup_s: float
 
     def stop(self, grace_s: float) -> None:
-        """Drain, then end every process that was started, within ``timeout_s`` seconds."""
+        """Let streams finish for ``grace_s`` seconds, then end every process that was started."""
 
 
 def start(config: Config, progress: ProgressLine) -> RunningCluster:
