@@ -36,7 +36,11 @@ _UNSUPPORTED_SAMPLING = (
     "frequency_penalty",
     "include_stop_str_in_output",
     "logprobs",
+    "prompt_logprobs",
 )
+_UNSUPPORTED_LISTS = ("logit_bias", "bad_words")
+_UNSUPPORTED_CHAT = ("tools", "continue_final_message", "template_args")
+_UNSUPPORTED_MESSAGE = ("tool_calls", "tool_call_id", "name")
 _UNSUPPORTED_REQUEST = ("priority", "tenant", "adapter", "resume_grace_s", "first_output_index")
 
 
@@ -107,6 +111,17 @@ class Intake:
         """The prompt text of a conversation, by the model's chat template."""
         if not chat.messages:
             raise InvalidRequest("chat.messages: empty, wanted at least one message")
+        for name in _UNSUPPORTED_CHAT:
+            if getattr(chat, name):
+                raise InvalidRequest(
+                    f"chat.{name}: not supported yet in this version; leave it out"
+                )
+        if chat.HasField("add_generation_prompt"):
+            raise InvalidRequest("chat.add_generation_prompt: not supported yet in this version")
+        for message in chat.messages:
+            for name in _UNSUPPORTED_MESSAGE:
+                if getattr(message, name):
+                    raise InvalidRequest(f"messages.{name}: not supported yet in this version")
         return self._chat_template.render(
             [{"role": message.role, "content": message.content} for message in chat.messages]
         )
@@ -140,8 +155,9 @@ class Intake:
         for name in _UNSUPPORTED_SAMPLING:
             if sampling.HasField(name):
                 raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
-        if sampling.logit_bias:
-            raise InvalidRequest("logit_bias: not supported yet in this version; leave it out")
+        for name in _UNSUPPORTED_LISTS:
+            if getattr(sampling, name):
+                raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
         if sampling.HasField("n") and sampling.n != 1:
             raise InvalidRequest(f"n: got {sampling.n}; only 1 is supported yet in this version")
         default = SamplingParams()

@@ -74,13 +74,21 @@ def test_request_field_numbers_are_the_published_ones() -> None:
         *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop"),
         *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs"),
-        *("logit_bias", "skip_special_tokens"),
+        *("logit_bias", "skip_special_tokens", "bad_words", "prompt_logprobs"),
+    )
+    assert numbers("ChatInput") == in_order(
+        *("messages", "tools", "continue_final_message", "add_generation_prompt", "template_args"),
+    )
+    assert numbers("ChatMessage") == in_order(
+        *("role", "content", "tool_calls", "tool_call_id", "name"),
     )
 
 
 def test_stream_field_numbers_are_the_published_ones() -> None:
     assert numbers("GenerateResponse") == in_order("request_id", "accepted", "delta", "finished")
-    assert numbers("Delta") == in_order("branch", "index", "token_ids", "text", "logprobs")
+    assert numbers("Delta") == in_order(
+        *("branch", "index", "token_ids", "text", "logprobs", "prompt_logprobs"),
+    )
     published = in_order(
         *("branch", "finish_reason", "stop_reason", "usage", "timing", "transfer", "attempt"),
         "is_last",
