@@ -20,9 +20,26 @@ class PoisonedRows(KVFerryError):
     Raised after the step's KV has been written: the others may simply be scheduled again.
     """
 
-    def __init__(self, rows: Sequence[int], message: str) -> None:
-        super().__init__(message)
+    message = "no token can be chosen"
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__(self.message)
         self.rows = tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position, under the model's own distribution.
+
+    Attributes:
+        token_id, logprob: the token that stands there.
+        top_ids, top_logprobs: the likeliest, in descending order.
+    """
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,10 @@ class ScheduledSequence:
         sampling: the request's sampling parameters.
         branch: branch number, part of the generator's key.
         output_index: output position of the token to be sampled, part of the generator's key.
+        known_token_ids: prompt and output so far, where sampling looks back at them; else empty.
+        eos_token_ids: the ids that end the output, which ``sampling.min_tokens`` puts off.
+        prompt_targets: the tokens at positions ``start + 1 ..`` whose log-probabilities are
+            wanted, as the prompt has them; at most one per scheduled position.
     """
 
     token_ids: Sequence[int]
@@ -47,6 +68,9 @@ class ScheduledSequence:
     sampling: SamplingParams
     branch: int
     output_index: int
+    known_token_ids: Sequence[int] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    prompt_targets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +91,17 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
-    """The sampled token of each sequence, in batch order; None where none was asked for."""
+    """What a step has found, in batch order.
+
+    Attributes:
+        token_ids: the sampled tokens; None where none was asked for.
+        logprobs: of the sampled tokens, None where not wanted; empty if nobody wants any.
+        prompt_logprobs: of each sequence's ``prompt_targets``; empty if nobody has any.
+    """
 
     token_ids: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 class ModelRunner(Protocol):

@@ -13,10 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.batch import (
+    PoisonedRows,
+    RunnerOutput,
+    ScheduledSequence,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from kvferry.engine.models.llama import AttentionInputs, LlamaModel
 from kvferry.engine.models.loading import TORCH_DTYPES
-from kvferry.engine.sampler import InvalidLogits, SampleKey, sample
+from kvferry.engine.sampling.constraints import SamplingRow
+from kvferry.engine.sampling.logprobs import logprobs_of
+from kvferry.engine.sampling.sampler import ROWS_AT_ONCE, sample
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
 
@@ -37,7 +45,8 @@ def peak_step_bytes(
     """Upper estimate of the memory that one maximal step takes beside weights and pool.
 
     Computed, not measured, so that it is known before the pool exists: the activations of one
-    layer, the KV gathered for one sequence of maximal length, its mask, and the logits.
+    layer, the KV gathered for one sequence of maximal length, its mask, and the logits with what
+    sampling makes of them.
     """
     config = model.config
     width = model.dtype.itemsize
@@ -49,7 +58,8 @@ def peak_step_bytes(
     mask = 6 * config.max_model_len  # as booleans and as numbers, per query
     activations = max_num_batched_tokens * (max(attention, gated) + norms + mask)
     gathered = config.max_model_len * 2 * kv_size * (DTYPE_BYTES[layout.groups[0].dtype] + 4)
-    logits = config.vocab_size * (max_num_seqs * (width + 4) + 10 * 8)
+    rows_drawn = min(max_num_seqs, ROWS_AT_ONCE)
+    logits = config.vocab_size * (max_num_seqs * (width + 4 * 4) + rows_drawn * 18 * 8)
     return activations + gathered + logits
 
 
@@ -100,7 +110,7 @@ class TorchModelRunner:
 
         When it returns, the step's KV is in the pool.
 
-        Raises InvalidStep before anything is written, or InvalidLogits, whose ``rows`` are the
+        Raises InvalidStep before anything is written, or PoisonedRows, whose ``rows`` are the
         places in the batch of the sequences without a token, after the KV has been written.
         """
         sequences = output.sequences
@@ -114,28 +124,58 @@ class TorchModelRunner:
             self._attention_inputs(len(sequences), num_tokens),
             self.pool,
         )
-        return RunnerOutput(self._sample(sequences, hidden))
+        tokens, logprobs = self._sample(sequences, hidden)
+        return RunnerOutput(tokens, logprobs, self._prompt_logprobs(sequences, hidden))
 
     def _sample(
         self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
-    ) -> tuple[int | None, ...]:
-        """Tokens in batch order; logits are computed for the sampled rows only."""
+    ) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:
+        """Tokens in batch order, and their log-probabilities if anybody wants any.
+
+        Logits are computed for the sampled rows only.
+        """
         places = [place for place, seq in enumerate(sequences) if seq.sample]
         tokens: list[int | None] = [None] * len(sequences)
         if not places:
-            return tuple(tokens)
-        rows = self._cu_seqlens[1:][places] - 1
-        logits = self.model.logits(hidden.index_select(0, rows))
-        keys = [
-            SampleKey(seq.sampling, seq.branch, seq.output_index) for seq in sequences if seq.sample
-        ]
+            return tuple(tokens), ()
+        last_rows = self._cu_seqlens[1:][places] - 1
+        logits = self.model.logits(hidden.index_select(0, last_rows))
+        rows = [_sampling_row(sequences[place]) for place in places]
         try:
-            sampled = sample(logits, keys)
-        except InvalidLogits as error:
-            raise InvalidLogits([places[row] for row in error.rows]) from error
+            sampled = sample(logits, rows)
+        except PoisonedRows as error:
+            raise type(error)([places[row] for row in error.rows]) from error
         for place, token in zip(places, sampled, strict=True):
             tokens[place] = token
-        return tuple(tokens)
+        wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if not wanted:
+            return tuple(tokens), ()
+        logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
+        found = logprobs_of(
+            logits[wanted],
+            [sampled[i] for i in wanted],
+            [rows[i].sampling.logprobs or 0 for i in wanted],
+        )
+        for i, entry in zip(wanted, found, strict=True):
+            logprobs[places[i]] = entry
+        return tuple(tokens), tuple(logprobs)
+
+    def _prompt_logprobs(
+        self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """Those of every sequence's ``prompt_targets``, a few rows at a time."""
+        if not any(seq.prompt_targets for seq in sequences):
+            return ()
+        found = []
+        for seq, begin in zip(sequences, self._cu_seqlens.tolist(), strict=False):
+            entries: list[TokenLogprobs] = []
+            for first in range(0, len(seq.prompt_targets), ROWS_AT_ONCE):
+                targets = seq.prompt_targets[first : first + ROWS_AT_ONCE]
+                rows = hidden[begin + first : begin + first + len(targets)]
+                num_top = [seq.sampling.prompt_logprobs or 0] * len(targets)
+                entries += logprobs_of(self.model.logits(rows), targets, num_top)
+            found.append(tuple(entries))
+        return tuple(found)
 
     def _attention_inputs(self, num_seqs: int, num_tokens: int) -> AttentionInputs:
         return AttentionInputs(
@@ -196,6 +236,12 @@ class TorchModelRunner:
                 f"sequence {place} of the batch has block table {list(used)}, wanted {needed} "
                 f"blocks for {seq_len} positions, ids below {self.num_blocks}"
             )
+
+
+def _sampling_row(seq: ScheduledSequence) -> SamplingRow:
+    return SamplingRow(
+        seq.sampling, seq.branch, seq.output_index, seq.known_token_ids, seq.eos_token_ids
+    )
 
 
 def pool_tensor(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:

@@ -40,32 +40,77 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class TokenBias(NamedTuple):
+    """What is added to the logit of one token."""
+
+    token_id: int
+    bias: float
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How output tokens are chosen and when output ends.
 
     Attributes:
         max_tokens: output tokens at most (>= 1).
+        min_tokens: output tokens before an end-of-sequence id, a stop id or a stop string may end
+            the output; until then these ids cannot be sampled.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches p, in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the likeliest, 0 to 1.
+        repetition_penalty: divides the positive logits, multiplies the negative ones, of every
+            token in prompt or output; 1 is none.
+        presence_penalty: subtracted from the logits of the tokens in the output.
+        frequency_penalty: likewise, once per occurrence.
+        logit_bias: added to the logits of single tokens; distinct ids.
+        bad_words: token sequences whose last token is not sampled after the others.
         seed: 64-bit key of the counter-based generator; the front door draws one if the user
             gave none, so that workers always see a number.
         stop: stop strings, applied by the front door.
+        include_stop_str_in_output: show the stop string, or the stop token's text, too.
         stop_token_ids: ids that end the output, beside the model's end-of-sequence ids.
         ignore_eos: the model's end-of-sequence ids do not end the output.
         skip_special_tokens: leave special tokens out of the text.
+        logprobs: give each output token's log-probability, and those of so many of the likeliest;
+            None gives none.
+        prompt_logprobs: likewise of the prompt's tokens but the first.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[TokenBias, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token depends on those before it other than through the model."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return (
+            self.repetition_penalty != 1.0
+            or any(penalties)
+            or any(len(word) > 1 for word in self.bad_words)
+        )
+
+    @property
+    def constrains(self) -> bool:
+        """Whether anything but the filters of random sampling changes the logits."""
+        return bool(self.looks_back or self.min_tokens or self.logit_bias or self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

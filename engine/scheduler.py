@@ -142,10 +142,12 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: RunnerOutput) -> list[SequenceProgress]:
         """Record a completed step: computed counts, sampled tokens, sealed blocks."""
         progress = []
-        for sequence, share, token_id in zip(
-            step.sequences, step.output.sequences, result.token_ids, strict=True
+        for place, (sequence, share, token_id) in enumerate(
+            zip(step.sequences, step.output.sequences, result.token_ids, strict=True)
         ):
             count = len(share.token_ids)
+            if result.prompt_logprobs:
+                sequence.add_prompt_logprobs(share.start + 1, result.prompt_logprobs[place])
             _count_recomputed(sequence, count)
             sequence.num_computed_tokens += count
             sequence.max_computed_tokens = max(
@@ -162,7 +164,10 @@ class Scheduler:
                 sequence.hashes,
                 include_partial=sequence.prefill_only and token_id is not None,
             )
-            progress.append(SequenceProgress(sequence, count, token_id, finish, tuple(sealed)))
+            logprobs = result.logprobs[place] if result.logprobs else None
+            progress.append(
+                SequenceProgress(sequence, count, token_id, finish, tuple(sealed), logprobs)
+            )
         return progress
 
     def _grow(self, sequence: SequenceState, count: int) -> tuple[bool, bool]:
@@ -238,14 +243,18 @@ def _place_in_line(sequence: SequenceState) -> tuple[bool, int]:
 
 def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
     start = sequence.num_computed_tokens
+    sampling = sequence.spec.sampling
     return ScheduledSequence(
         token_ids=sequence.token_ids[start : start + count],
         start=start,
         block_table=tuple(sequence.table.block_ids),
         sample=start + count == len(sequence.token_ids),
-        sampling=sequence.spec.sampling,
+        sampling=sampling,
         branch=sequence.key.branch,
         output_index=sequence.num_output_tokens,
+        known_token_ids=sequence.token_ids if sampling.looks_back else (),
+        eos_token_ids=sequence.spec.eos_token_ids,
+        prompt_targets=sequence.prompt_targets(start + 1, start + count + 1),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import BlockTable, SealedBlock
@@ -30,13 +32,14 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """What one step did for one sequence."""
+    """What one step did for one sequence; ``logprobs`` are those of ``token_id``, if wanted."""
 
     sequence: SequenceState
     num_computed: int
     token_id: int | None
     finish: Finish | None
     sealed: tuple[SealedBlock, ...]
+    logprobs: TokenLogprobs | None = None
 
 
 class SequenceOwner(Protocol):
@@ -64,6 +67,7 @@ class SequenceState:
         max_computed_tokens: most positions that ever had KV here; what is computed below it
             again is recomputation.
         recomputed_prompt_tokens: prompt positions computed again after preemption.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
         arrival: order of arrival at this engine; the highest is the newest.
     """
 
@@ -84,6 +88,7 @@ class SequenceState:
     recomputed_tokens: int = 0
     recomputed_prompt_tokens: int = 0
     first_scheduled_at: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pending_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -95,3 +100,17 @@ class SequenceState:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that have no KV yet; at least one while the sequence lives."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    def prompt_targets(self, first: int, end: int) -> tuple[int, ...]:
+        """The prompt's tokens in ``[first, end)`` whose log-probabilities are wanted.
+
+        None once a token has been delivered: they went out with the first one.
+        """
+        spec = self.spec
+        if spec.sampling.prompt_logprobs is None or spec.suffixes[self.key.branch]:
+            return ()
+        return spec.prompt_token_ids[first:end]
+
+    def add_prompt_logprobs(self, first: int, found: Sequence[TokenLogprobs]) -> None:
+        """Take those of the tokens from position ``first`` on; what is known already stays."""
+        self.prompt_logprobs.extend(found[len(self.prompt_logprobs) + 1 - first :])

@@ -122,7 +122,15 @@ def test_every_supported_field_reaches_the_specification(intake: Intake) -> None
     )
     assert spec.cache_salt == "salt"
     assert spec.sampling == SamplingParams(
-        7, 0.5, 3, 0.25, 2**64 - 1, ("a", "b"), (5, 6), True, False
+        max_tokens=7,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        seed=2**64 - 1,
+        stop=("a", "b"),
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        skip_special_tokens=False,
     )
 
 

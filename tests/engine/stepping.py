@@ -58,7 +58,7 @@ class CheckingRunner:
         result = self.stub.execute(output)
         rows = self.poison(output) if self.poison is not None else ()
         if rows:
-            raise PoisonedRows(rows, "not a number")
+            raise PoisonedRows(rows)
         return result
 
     def check(self, output: SchedulerOutput) -> None:

@@ -261,7 +261,7 @@ def test_a_poisoned_row_ends_its_sequence_and_the_others_go_on_right() -> None:
     bench.step()
     bench.runner.poison = poisoner("b")
     assert bench.step()
-    assert bench.owner.failures == ["PoisonedRows: not a number"]
+    assert bench.owner.failures == ["PoisonedRows: no token can be chosen"]
     assert bench.running == ["a", "c"]
     assert bench.engine.num_failed_steps == 1
     bench.run()

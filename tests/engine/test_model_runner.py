@@ -21,7 +21,7 @@ from kvferry.engine.model_runner import (
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout
 from kvferry.engine.request import SamplingParams
-from kvferry.engine.sampler import InvalidLogits, uniform
+from kvferry.engine.sampling.sampler import InvalidLogits, uniform
 from tests.engine.generation import (
     BLOCK_SIZE,
     NUM_BLOCKS,

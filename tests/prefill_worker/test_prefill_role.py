@@ -236,7 +236,18 @@ def test_a_token_one_that_ends_the_request_is_not_handed_off(how: str) -> None:
 
 def test_the_user_s_sampling_parameters_reach_the_model_as_they_were_given() -> None:
     bench = PrefillBench()
-    sampling = SamplingParams(77, 0.7, 5, 0.9, 123, ("x",), (9,), False, False)
+    sampling = SamplingParams(
+        max_tokens=77,
+        min_tokens=3,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        repetition_penalty=1.5,
+        seed=123,
+        stop=("x",),
+        stop_token_ids=(9,),
+        skip_special_tokens=False,
+    )
     bench.ask(spec=replace(stub_spec("r", range(10), 77), sampling=sampling))
     bench.step(2)
     assert bench.seen == [sampling, sampling]
