@@ -6,39 +6,22 @@ that this version does not support are refused by name, never ignored. Knows no 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.cluster.errors import UnknownModel
+from kvferry.cluster.sampling_fields import SamplingFields
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.request import (
     InvalidRequest,
     PromptTooLong,
     RequestId,
     RequestSpec,
-    SamplingParams,
 )
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.protos import kvferry_pb2 as pb
 
-DEFAULT_MAX_TOKENS = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_LENGTH = 256
-INT32_MAX = 2**31 - 1
-
-_UNSUPPORTED_SAMPLING = (
-    "min_tokens",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "include_stop_str_in_output",
-    "logprobs",
-    "prompt_logprobs",
-)
-_UNSUPPORTED_LISTS = ("logit_bias", "bad_words")
 _UNSUPPORTED_CHAT = ("tools", "continue_final_message", "template_args")
 _UNSUPPORTED_MESSAGE = ("tool_calls", "tool_call_id", "name")
 _UNSUPPORTED_REQUEST = ("priority", "tenant", "adapter", "resume_grace_s", "first_output_index")
@@ -79,6 +62,7 @@ class Intake:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._random_bits = random_bits
+        self._sampling = SamplingFields(model.vocab_size, tokenizer, random_bits)
 
     def prepare(self, request: pb.GenerateRequest) -> RequestSpec:
         """The specification of a request, or InvalidRequest, PromptTooLong, UnknownModel."""
@@ -86,7 +70,7 @@ class Intake:
         for name in _UNSUPPORTED_REQUEST:
             if getattr(request, name):
                 raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
-        sampling = self._sampling(request.sampling)
+        sampling = self._sampling.read(request.sampling)
         prompt = self._prompt(request)
         return RequestSpec(
             RequestId(f"{self._random_bits(128):032x}"),
@@ -150,69 +134,3 @@ class Intake:
                 f"{self.model.max_model_len - 1}: shorten the prompt"
             )
         return tuple(ids)
-
-    def _sampling(self, sampling: pb.SamplingParams) -> SamplingParams:
-        for name in _UNSUPPORTED_SAMPLING:
-            if sampling.HasField(name):
-                raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
-        for name in _UNSUPPORTED_LISTS:
-            if getattr(sampling, name):
-                raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
-        if sampling.HasField("n") and sampling.n != 1:
-            raise InvalidRequest(f"n: got {sampling.n}; only 1 is supported yet in this version")
-        default = SamplingParams()
-        return SamplingParams(
-            max_tokens=_integer(sampling, "max_tokens", DEFAULT_MAX_TOKENS, 1, INT32_MAX),
-            temperature=_number(sampling, "temperature", default.temperature, 0.0, 100.0),
-            top_k=_integer(sampling, "top_k", default.top_k, 0, INT32_MAX),
-            top_p=_number(sampling, "top_p", default.top_p, 0.0, 1.0, above=True),
-            seed=sampling.seed if sampling.HasField("seed") else self._random_bits(63),
-            stop=_stop_strings(list(sampling.stop)),
-            stop_token_ids=self._stop_ids(list(sampling.stop_token_ids)),
-            ignore_eos=sampling.ignore_eos,
-            skip_special_tokens=(
-                sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
-            ),
-        )
-
-    def _stop_ids(self, ids: list[int]) -> tuple[int, ...]:
-        for token_id in ids:
-            if not 0 <= token_id < self.model.vocab_size:
-                raise InvalidRequest(
-                    f"stop_token_ids: got {token_id}, wanted 0 to {self.model.vocab_size - 1}"
-                )
-        return tuple(ids)
-
-
-def _integer(sampling: pb.SamplingParams, name: str, default: int, low: int, high: int) -> int:
-    value: int = getattr(sampling, name) if sampling.HasField(name) else default
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name}: got {value}, wanted {low} to {high}")
-    return value
-
-
-def _number(
-    sampling: pb.SamplingParams,
-    name: str,
-    default: float,
-    low: float,
-    high: float,
-    above: bool = False,
-) -> float:
-    """A float field within [low, high], or (low, high] with ``above``."""
-    value: float = getattr(sampling, name) if sampling.HasField(name) else default
-    if not math.isfinite(value) or not low <= value <= high or (above and value == low):
-        bound = "above" if above else "from"
-        raise InvalidRequest(f"{name}: got {value}, wanted {bound} {low:g} to {high:g}")
-    return value
-
-
-def _stop_strings(stops: list[str]) -> tuple[str, ...]:
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop: {len(stops)} strings, wanted at most {MAX_STOP_STRINGS}")
-    for stop in stops:
-        if not 0 < len(stop) <= MAX_STOP_STRING_LENGTH:
-            raise InvalidRequest(
-                f"stop: a string of {len(stop)} characters, wanted 1 to {MAX_STOP_STRING_LENGTH}"
-            )
-    return tuple(stops)

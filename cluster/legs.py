@@ -130,8 +130,12 @@ class Legs:
         """Give the decode worker the hand-off that its dead prefill worker can no longer give."""
         decode = request.decode
         assert decode is not None
-        token_id = request.delivered[request.first_own_index]
-        record = m.HandOff((token_id,), len(decode.body.spec.kv_prompt()))
+        index = request.first_own_index
+        record = m.HandOff(
+            (request.delivered[index],),
+            len(decode.body.spec.kv_prompt()),
+            tuple(request.logprobs[index : index + 1]),
+        )
         self.send(decode.worker, m.HandOffRecord(request.request_id, request.attempt, record))
 
     def drop_prefill(self, request: RoutedRequest) -> None:

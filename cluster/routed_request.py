@@ -18,6 +18,8 @@ from typing import Protocol
 
 from kvferry.cluster.decisions import Decision
 from kvferry.cluster.errors import RequestPoisoned, WorkerLost
+from kvferry.cluster.token_run import TokenRun
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.errors import KVFerryError
@@ -87,9 +89,7 @@ class RequestView:
 class RequestListener(Protocol):
     """Who receives a request's tokens: a front door's session."""
 
-    def on_tokens(
-        self, first_index: int, token_ids: tuple[int, ...], now: float
-    ) -> StopMatch | None:
+    def on_tokens(self, run: TokenRun, now: float) -> StopMatch | None:
         """Accept new tokens, contiguous and exactly once; may find a stop string in them."""
         ...
 
@@ -106,6 +106,7 @@ class RoutedRequest:
         spec: the request as submitted, without delivered tokens.
         delivered: output tokens that the listener has accepted.
         token_times: when each was accepted, router clock.
+        logprobs: of each, if the request wants any.
         attempt: the current attempt; events of any other are dropped.
         full: the decode worker keeps a place but has no blocks yet.
         decode, prefill: the legs placed for the current attempt.
@@ -125,6 +126,7 @@ class RoutedRequest:
     state: RequestState = RequestState.QUEUED
     delivered: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     full: bool = False
     decode: Ticket | None = None
     prefill: Ticket | None = None
@@ -159,6 +161,12 @@ class RoutedRequest:
     def decode_worker(self) -> str | None:
         """Name of the worker that last was to decode."""
         return self.decode_ref.node_id if self.decode_ref is not None else None
+
+    def accept(self, run: TokenRun, now: float) -> None:
+        """The listener has taken these tokens: they are final."""
+        self.delivered.extend(run.token_ids)
+        self.logprobs.extend(run.logprobs)
+        self.token_times.extend([now] * len(run.token_ids))
 
     def view(self) -> RequestView:
         """The request as it is now."""

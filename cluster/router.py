@@ -30,6 +30,7 @@ from kvferry.cluster.routed_request import (
     error_for,
 )
 from kvferry.cluster.router_config import RouterConfig
+from kvferry.cluster.token_run import TokenRun
 from kvferry.cluster.waiting_line import WaitingLine
 from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
@@ -234,7 +235,8 @@ class Router:
             return
         self.workers.uncount_prefill(request.request_id)
         index = request.first_own_index
-        self._deliver_tokens(request, index, done.token_ids, now)
+        run = TokenRun(index, done.token_ids, done.logprobs, done.prompt_logprobs)
+        self._deliver_tokens(request, run, now)
         if request.end is None and len(request.delivered) == index + 1:
             finish = finish_after(request.spec, index, request.delivered[index])
             if finish is not None:
@@ -258,7 +260,8 @@ class Router:
             )
             return
         known = len(request.delivered)
-        self._deliver_tokens(request, event.first_index, event.token_ids, now)
+        run = TokenRun(event.first_index, event.token_ids, event.logprobs, event.prompt_logprobs)
+        self._deliver_tokens(request, run, now)
         if len(request.delivered) > known:
             request.failures = 0  # decode has made progress; token 1 alone is none
         complete = len(request.delivered) == event.first_index + len(event.token_ids)
@@ -266,26 +269,20 @@ class Router:
             finish = Finish(FinishReason(event.finish_reason), event.stop_reason)
             self._end(request, RequestEnd(finish), now)
 
-    def _deliver_tokens(
-        self, request: RoutedRequest, first_index: int, token_ids: tuple[int, ...], now: float
-    ) -> None:
+    def _deliver_tokens(self, request: RoutedRequest, run: TokenRun, now: float) -> None:
         """Give the listener what it has not had; an index delivered before is dropped."""
-        known = len(request.delivered) - first_index
-        fresh = token_ids[known:]
-        if not fresh:
+        fresh = run.from_index(len(request.delivered))
+        if not fresh.token_ids:
             return
-        first = len(request.delivered)
         try:
-            match = request.listener.on_tokens(first, fresh, now)
+            match = request.listener.on_tokens(fresh, now)
         except Exception as error:  # one request's boundary: its neighbours go on
             logger.exception("request %s: its tokens could not be taken", request.request_id)
             failed = Internal(f"the front door failed: {type(error).__name__}: {error}")
             self._end(request, RequestEnd(FAILED, failed), now)
             return
-        accepted = fresh if match is None else fresh[: match.num_tokens]
-        request.delivered.extend(accepted)
-        request.token_times.extend([now] * len(accepted))
-        if first == 0 and request.decision is not None:
+        request.accept(fresh if match is None else fresh.first(match.num_tokens), now)
+        if fresh.first_index == 0 and request.decision is not None:
             request.decision.actual_ttft_s = now - request.received_at
         if match is not None:
             self._end(request, RequestEnd(match.finish), now)

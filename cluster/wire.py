@@ -11,6 +11,7 @@ from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.session import SessionEnd, TextDelta
 from kvferry.cluster.timing import RequestTiming, request_timing
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker import messages as m
 from kvferry.worker.description import WorkerDescription
@@ -27,11 +28,24 @@ def accepted(request: RoutedRequest, echo: bool) -> pb.GenerateResponse:
 
 
 def delta(request_id: str, item: TextDelta) -> pb.GenerateResponse:
-    """New tokens and their text."""
+    """New tokens, their text, and their log-probabilities where wanted."""
+    run = item.run
     return pb.GenerateResponse(
         request_id=request_id,
-        delta=pb.Delta(branch=0, index=item.first_index, token_ids=item.token_ids, text=item.text),
+        delta=pb.Delta(
+            branch=0,
+            index=run.first_index,
+            token_ids=run.token_ids,
+            text=item.text,
+            logprobs=[_logprobs(entry) for entry in run.logprobs],
+            prompt_logprobs=[_logprobs(entry) for entry in run.prompt_logprobs],
+        ),
     )
+
+
+def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+    return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 
 
 def finished(item: SessionEnd) -> pb.GenerateResponse:

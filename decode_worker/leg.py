@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.sequence import SequenceState
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import BlockTable
@@ -24,6 +25,7 @@ from kvferry.worker.messages import (
     NodeRef,
     PrefillStats,
     Reserve,
+    TokenEvent,
     TransferStats,
 )
 from kvferry.worker.wanted import WantedMark
@@ -102,6 +104,7 @@ class DecodeLeg:
 
     Attributes:
         output: every output token of the request known here, delivered ones included.
+        logprobs: of the tokens from ``first_own_index`` on, if the request wants any.
         first_own_index: output index of the first token that this leg reports.
         reported: output tokens reported to the router so far (an index).
         last_event_seq: number of the message that carried the last report.
@@ -119,6 +122,7 @@ class DecodeLeg:
     hand_off: HandOff | None = None
     sequence: SequenceState | None = None
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     reported: int = 0
     last_event_seq: int = 0
     finish: Finish | None = None
@@ -137,6 +141,40 @@ class DecodeLeg:
     def num_kv_prompt(self) -> int:
         """Positions whose KV must be here before decode can begin."""
         return len(self.request.spec.kv_prompt())
+
+    def take_hand_off(self, hand_off: HandOff) -> None:
+        """Token 1 is here."""
+        self.output.extend(hand_off.token_ids)
+        self.logprobs.extend(hand_off.logprobs)
+
+    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """A token has been sampled."""
+        self.output.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def event(self, from_index: int) -> TokenEvent:
+        """The leg's own tokens from an output index on, its finish, and its stats if new."""
+        first = max(self.first_own_index, min(from_index, len(self.output)))
+        reason = self.finish.stop_reason if self.finish else None
+        return TokenEvent(
+            self.request.spec.request_id,
+            self.request.attempt,
+            0,
+            first,
+            tuple(self.output[first:]),
+            self.finish.reason.value if self.finish else None,
+            reason if isinstance(reason, int) else None,
+            self.new_stats(),
+            tuple(self.logprobs[first - self.first_own_index :]),
+            self._prompt_logprobs() if first == 0 else (),
+        )
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """The prompt's, from whoever has computed it."""
+        if self.hand_off is not None:
+            return self.hand_off.prompt_logprobs
+        return tuple(self.sequence.prompt_logprobs) if self.sequence is not None else ()
 
     def new_stats(self) -> DecodeStats | None:
         """How the leg has gone, if anything of it has changed since it was last told."""

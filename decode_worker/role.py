@@ -183,7 +183,7 @@ class DecodeRole:
         if leg.pull.verified_until < leg.hand_off.num_computed_tokens:
             return
         leg.ready_at = now
-        leg.output.extend(leg.hand_off.token_ids)
+        leg.take_hand_off(leg.hand_off)
         self._start(leg, leg.hand_off.num_computed_tokens)
 
     def pull_failed(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
@@ -224,7 +224,7 @@ class DecodeRole:
             return
         self._time_first(leg, sequence, now)
         self._time_step(progress, now)
-        leg.output.append(progress.token_id)
+        leg.take(progress.token_id, progress.logprobs)
         if progress.finish is not None:
             leg.finish, leg.state = progress.finish, LegState.FINISHED
         self._report(leg, leg.reported)
@@ -261,19 +261,7 @@ class DecodeRole:
 
     def _report(self, leg: DecodeLeg, from_index: int) -> None:
         """Queue the leg's tokens from an output index on (and its finish) for the router."""
-        first = max(leg.first_own_index, min(from_index, len(leg.output)))
-        event = m.TokenEvent(
-            leg.request.spec.request_id,
-            leg.request.attempt,
-            0,
-            first,
-            tuple(leg.output[first:]),
-            leg.finish.reason.value if leg.finish else None,
-            leg.finish.stop_reason
-            if leg.finish and isinstance(leg.finish.stop_reason, int)
-            else None,
-            leg.new_stats(),
-        )
+        event = leg.event(from_index)
         leg.reported = len(leg.output)
         self._outgoing.setdefault(leg.router, []).append((leg, event))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId
 from kvferry.engine.sequence import SequenceProgress, SequenceState
 from kvferry.kv_cache.audit import Owner, OwnerKind
@@ -153,8 +154,13 @@ class PrefillRole:
         blocks = tuple(block for block in fresh if block is not None)
         if progress.token_id is not None:
             if progress.finish is None:
-                job.hand_off = m.HandOff((progress.token_id,), sequence.num_computed_tokens)
-            self._finish_prefill(job, progress.token_id, now)
+                job.hand_off = m.HandOff(
+                    (progress.token_id,),
+                    sequence.num_computed_tokens,
+                    _wanted(progress.logprobs),
+                    tuple(sequence.prompt_logprobs),
+                )
+            self._finish_prefill(job, progress.token_id, _wanted(progress.logprobs), now)
         if blocks or job.hand_off is not None:
             self._announce(job, blocks, now)
 
@@ -183,7 +189,9 @@ class PrefillRole:
         job.announced.append(announced)
         return announced
 
-    def _finish_prefill(self, job: PrefillJob, token_id: int, now: float) -> None:
+    def _finish_prefill(
+        self, job: PrefillJob, token_id: int, logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> None:
         sequence = job.sequence
         started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
         prefill_s = now - started
@@ -198,6 +206,8 @@ class PrefillRole:
                 sequence.recomputed_prompt_tokens,
                 sequence.num_preemptions,
             ),
+            logprobs,
+            tuple(sequence.prompt_logprobs),
         )
         job.done_seq = self._worker.send(job.router, job.done)
         if prefill_s > 0:
@@ -320,3 +330,7 @@ class PrefillRole:
     def add_load(self, load: LoadReport) -> LoadReport:
         """Measured prefill speed."""
         return replace(load, prefill_tokens_per_s=self._speed)
+
+
+def _wanted(logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs, ...]:
+    return () if logprobs is None else (logprobs,)

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.cluster.routed_request import RequestEnd, RoutedRequest, StopMatch
-from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.cluster.token_run import TokenRun
+from kvferry.engine.batch import (
+    RunnerOutput,
+    ScheduledSequence,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.sequence import SequenceProgress, SequenceState
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
@@ -106,16 +112,17 @@ class RecordingListener:
     """A request's listener that keeps everything, and insists on contiguous indexes."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
-    stop_after: int | None = None
 
-    def on_tokens(
-        self, first_index: int, token_ids: tuple[int, ...], now: float
-    ) -> StopMatch | None:
+    def on_tokens(self, run: TokenRun, now: float) -> StopMatch | None:
         """Keep the tokens."""
-        assert first_index == len(self.tokens), "an index was lost or repeated"
+        assert run.first_index == len(self.tokens), "an index was lost or repeated"
         assert not self.ends, "a token after the terminal event"
-        self.tokens.extend(token_ids)
+        self.tokens.extend(run.token_ids)
+        self.logprobs.extend(run.logprobs)
+        self.prompt_logprobs.extend(run.prompt_logprobs)
         return None
 
     def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:

@@ -19,7 +19,7 @@ from kvferry.kv_cache.errors import KVFerryError
 from kvferry.worker import messages
 from kvferry.worker.messages import Body, Envelope
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
 
 
@@ -28,6 +28,7 @@ class BadMessage(KVFerryError):
 
 
 _BODIES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Body)}
+_NUMBERS = frozenset({int, float})
 _FIELDS: dict[type[Any], list[tuple[str, Any]]] = {}
 
 
@@ -69,7 +70,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        if len(value) > 8 and type(value[0]) is int:  # token ids: the long arrays
+        if len(value) > 8 and type(value[0]) in _NUMBERS:  # token ids: the long arrays
             return value
         return [_plain(item) for item in value]
     return value
@@ -130,9 +131,9 @@ def _typed_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ..
     if not isinstance(value, list):
         raise BadMessage(f"{path}: {type(value).__name__}, wanted an array")
     if len(kinds) == 2 and kinds[1] is Ellipsis:
-        if kinds[0] is int:  # token ids: the long arrays
-            if not all(type(item) is int for item in value):
-                raise BadMessage(f"{path}: not all integers")
+        if kinds[0] in _NUMBERS:  # token ids: the long arrays
+            if not all(type(item) is kinds[0] for item in value):
+                raise BadMessage(f"{path}: not all of type {kinds[0].__name__}")
             return tuple(value)
         return tuple(_typed(kinds[0], item, path) for item in value)
     if len(kinds) != len(value):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.kv_transfer.connector import BlockRef
 from kvferry.worker.reports import (
@@ -79,12 +80,14 @@ class PrefillStats:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """Token 1, one id per branch."""
+    """Token 1, one id per branch, with its log-probabilities and the prompt's where wanted."""
 
     request_id: RequestId
     attempt: Attempt
     token_ids: tuple[int, ...]
     stats: PrefillStats
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class FailureCause(StrEnum):
@@ -141,10 +144,15 @@ class ReserveReply:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """What decode needs beside the blocks. Sampler state is a function of (params, tokens)."""
+    """What decode needs beside the blocks. Sampler state is a function of (params, tokens).
+
+    The log-probabilities are passed on with decode's first event, which repeats token 1.
+    """
 
     token_ids: tuple[int, ...]
     num_computed_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     extras: bytes = b""
 
 
@@ -186,7 +194,10 @@ class DecodeStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """New tokens of one branch; ``first_index`` is the first one's output position."""
+    """New tokens of one branch; ``first_index`` is the first one's output position.
+
+    ``logprobs`` are one per token, or none; ``prompt_logprobs`` come with the first token.
+    """
 
     request_id: RequestId
     attempt: Attempt
@@ -196,6 +207,8 @@ class TokenEvent:
     finish_reason: str | None = None
     stop_reason: int | None = None
     stats: DecodeStats | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

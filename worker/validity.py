@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvferry.engine.request import FinishReason, RequestSpec
+from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.request import FinishReason, RequestSpec, SamplingParams
 from kvferry.kv_cache.audit import BlockClass
 from kvferry.kv_cache.layout import DTYPE_BYTES
 from kvferry.worker import messages as m
@@ -30,7 +31,10 @@ _LARGE = frozenset(
     {"epoch", "router_epoch", "version", "membership_version", "query_id", "number", "attempt"}
     | {"bytes_moved", "block_bytes", "queued_tokens", "num_preemptions", "stale_refused"}
 )
-_MAY_BE_NEGATIVE = frozenset({"lease_remaining_s"})  # a lease that the next sweep ends
+_MAY_BE_NEGATIVE = frozenset(
+    {"lease_remaining_s"}  # a lease that the next sweep ends
+    | {"logprob", "top_logprobs", "bias", "presence_penalty", "frequency_penalty"}
+)
 
 
 def fault(body: Body) -> str:
@@ -47,8 +51,10 @@ def _faults(body: Body) -> Iterator[str]:
                 yield f"missing_from: {missing_from}, the prompt has {len(spec.kv_prompt())}"
         case m.Reserve(spec):
             yield from _spec(spec)
-        case m.PrefillDone(token_ids=token_ids):
-            yield from _one_token(token_ids)
+        case m.PrefillDone():
+            yield from _one_token(body.token_ids)
+            yield from _logprobs(body.token_ids, body.logprobs)
+            yield from _tops(body.prompt_logprobs)
         case m.HandOffRecord(hand_off=hand_off):
             yield from _hand_off(hand_off)
         case m.Announce(blocks=blocks, hand_off=hand_off):
@@ -115,12 +121,28 @@ def _spec(spec: RequestSpec) -> Iterator[str]:
         yield f"suffixes: {num_output} tokens, max_tokens is {spec.sampling.max_tokens}"
     if num_prompt + num_output >= spec.max_model_len:
         yield f"{num_prompt} + {num_output} tokens, max_model_len is {spec.max_model_len}"
-    if not 0 < spec.sampling.top_p <= 1:
-        yield f"top_p: {spec.sampling.top_p}, wanted above 0 to 1"
+    yield from _sampling(spec.sampling)
+
+
+def _sampling(sampling: SamplingParams) -> Iterator[str]:
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p: {sampling.top_p}, wanted above 0 to 1"
+    if sampling.min_p > 1:
+        yield f"min_p: {sampling.min_p}, wanted 0 to 1"
+    if not sampling.repetition_penalty:
+        yield "repetition_penalty: 0"
+    if sampling.min_tokens > sampling.max_tokens:
+        yield f"min_tokens: {sampling.min_tokens}, max_tokens is {sampling.max_tokens}"
+    if not all(sampling.bad_words):
+        yield "bad_words: one of no tokens"
+    if len({entry.token_id for entry in sampling.logit_bias}) < len(sampling.logit_bias):
+        yield "logit_bias: an id stands twice"
 
 
 def _hand_off(hand_off: m.HandOff) -> Iterator[str]:
     yield from _one_token(hand_off.token_ids)
+    yield from _logprobs(hand_off.token_ids, hand_off.logprobs)
+    yield from _tops(hand_off.prompt_logprobs)
     if not hand_off.num_computed_tokens:
         yield "num_computed_tokens: 0"
 
@@ -130,7 +152,20 @@ def _one_token(token_ids: tuple[int, ...]) -> Iterator[str]:
         yield f"token_ids: {len(token_ids)} tokens, wanted one, for the one branch"
 
 
+def _logprobs(token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Iterator[str]:
+    if logprobs and tuple(entry.token_id for entry in logprobs) != token_ids:
+        yield f"logprobs: {len(logprobs)} of other tokens, wanted one per token, or none"
+    yield from _tops(logprobs)
+
+
+def _tops(logprobs: tuple[TokenLogprobs, ...]) -> Iterator[str]:
+    if any(len(entry.top_ids) != len(entry.top_logprobs) for entry in logprobs):
+        yield "logprobs: as many top_logprobs as top_ids wanted"
+
+
 def _event(event: m.TokenEvent) -> Iterator[str]:
+    yield from _logprobs(event.token_ids, event.logprobs)
+    yield from _tops(event.prompt_logprobs)
     if event.branch:
         yield f"branch: {event.branch}, wanted 0"
     if event.finish_reason is not None and event.finish_reason not in FINISHES:

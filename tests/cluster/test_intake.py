@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.cluster.errors import UnknownModel
-from kvferry.cluster.intake import (
+from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.sampling_fields import (
     DEFAULT_MAX_TOKENS,
     INT32_MAX,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
-    Intake,
-    ServedModel,
 )
 from kvferry.engine.chat import ChatTemplate
-from kvferry.engine.request import InvalidRequest, PromptTooLong, SamplingParams
+from kvferry.engine.request import InvalidRequest, PromptTooLong, SamplingParams, TokenBias
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
 from tests.engine.tiny_gguf import TEMPLATE
@@ -224,6 +226,13 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "top_p": ([0.0, -0.0, -1.0, 1.0000001, math.inf, -math.inf, math.nan], [1e-300, 0.5, 1.0]),
     "top_k": ([-1, -(2**31)], [0, 1, INT32_MAX]),
+    "min_tokens": ([-1, DEFAULT_MAX_TOKENS + 1], [0, DEFAULT_MAX_TOKENS]),
+    "min_p": ([-0.001, 1.0000001, math.nan, math.inf], [0.0, 1e-300, 1.0]),
+    "repetition_penalty": ([0.0, -1.0, 10.001, math.nan, math.inf], [1e-300, 1.0, 10.0]),
+    "presence_penalty": ([-2.001, 2.001, math.nan, -math.inf], [-2.0, 0.0, 2.0]),
+    "frequency_penalty": ([-2.001, 2.001, math.nan, math.inf], [-2.0, 0.0, 2.0]),
+    "logprobs": ([-1, 21], [0, 20]),
+    "prompt_logprobs": ([-1, 21], [0, 20]),
     "n": ([0, -1, 2, 100], [1]),
     "seed": ([], [0, 1, 2**64 - 1]),
 }
@@ -263,16 +272,59 @@ def test_stop_strings_are_bounded(intake: Intake, stops: list[str], named: str) 
     assert intake.prepare(sampled(stop=most)).sampling.stop == tuple(most)
 
 
+@pytest.mark.parametrize("value", [-100.5, 100.5, math.nan, math.inf, -math.inf])
+def test_a_bias_out_of_range_is_refused_by_id_and_value(intake: Intake, value: float) -> None:
+    message = refused(intake, sampled(logit_bias={7: value}))
+    assert message == f"logit_bias[7]: got {value}, wanted -100 to 100"
+
+
+def test_biases_are_bounded_in_number_and_name_ids_of_the_model(intake: Intake) -> None:
+    assert "logit_bias: got 300, wanted 0 to 299" in refused(intake, sampled(logit_bias={300: 1.0}))
+    assert "logit_bias: got -1" in refused(intake, sampled(logit_bias={-1: 1.0}))
+    many = dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 0.5)
+    assert f"{MAX_LOGIT_BIASES + 1} ids, wanted at most" in refused(
+        intake, sampled(logit_bias=many)
+    )
+    taken = intake.prepare(sampled(logit_bias={9: 100.0, 4: -100.0})).sampling
+    assert taken.logit_bias == (TokenBias(4, -100.0), TokenBias(9, 100.0)), "in a fixed order"
+
+
+def test_min_tokens_may_not_exceed_max_tokens(intake: Intake) -> None:
+    assert "min_tokens: got 6, wanted 0 to 5" in refused(
+        intake, sampled(min_tokens=6, max_tokens=5)
+    )
+
+
+def test_bad_words_are_their_tokens_at_a_beginning_and_behind_a_space(intake: Intake) -> None:
+    for word in ("hello", " hello"):
+        words = intake.prepare(sampled(bad_words=[word])).sampling.bad_words
+        assert words == tuple(tuple(intake.tokenize(text)) for text in ("hello", " hello"))
+    assert "bad_words: a string of spaces only" in refused(intake, sampled(bad_words=["  "]))
+    assert "bad_words: a string of 0 characters" in refused(intake, sampled(bad_words=[""]))
+    many = ["x"] * (MAX_BAD_WORDS + 1)
+    assert f"bad_words: {MAX_BAD_WORDS + 1} strings" in refused(intake, sampled(bad_words=many))
+
+
 # --- no field is forgotten ---------------------------------------------------------------------
 
-SUPPORTED_SAMPLING: dict[str, Any] = {
+SAMPLING: dict[str, Any] = {
     "max_tokens": 5,
+    "min_tokens": 2,
     "temperature": 0.5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "include_stop_str_in_output": True,
+    "logprobs": 0,
+    "prompt_logprobs": 3,
+    "logit_bias": {5: -1.0},
+    "bad_words": ["hell"],
     "top_p": 0.5,
     "top_k": 5,
-    "seed": 5,
     "n": 1,
     "stop": ["x"],
+    "seed": 5,
     "stop_token_ids": [5],
     "ignore_eos": True,
     "skip_special_tokens": False,
@@ -308,17 +360,15 @@ def some_value(field: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", names_of(pb.SamplingParams))
-def test_every_sampling_field_is_supported_or_refused_by_name(intake: Intake, name: str) -> None:
-    """A field added to the contract fails here until it is one or the other."""
-    if name in SUPPORTED_SAMPLING:
-        intake.prepare(sampled(**{name: SUPPORTED_SAMPLING[name]}))
-        return
-    value = some_value(pb.SamplingParams.DESCRIPTOR.fields_by_name[name])
-    message = refused(intake, sampled(**{name: value}))
-    assert message.startswith(f"{name}: not supported")
-    if isinstance(value, bool | int | float):  # also where the value is the usual one
-        nothing = type(value)(0)
-        assert refused(intake, sampled(**{name: nothing})).startswith(f"{name}: not supported")
+def test_every_sampling_field_reaches_the_specification(intake: Intake, name: str) -> None:
+    """A field added to the contract fails here until something reads it."""
+    before = intake.prepare(sampled(seed=3)).sampling
+    after = intake.prepare(sampled(**{"seed": 3, name: SAMPLING[name]})).sampling
+    if name == "n":
+        assert after == before, "only 1 is supported"
+    else:
+        assert getattr(after, name) != getattr(before, name)
+        assert replace(after, **{name: getattr(before, name)}) == before
 
 
 @pytest.mark.parametrize("name", names_of(pb.GenerateRequest))
@@ -342,6 +392,14 @@ def test_every_request_field_is_supported_or_refused_by_name(intake: Intake, nam
         top_p=st.none() | st.floats(),
         top_k=st.none() | st.integers(-(2**31), INT32_MAX),
         n=st.none() | st.integers(-(2**31), INT32_MAX),
+        min_tokens=st.none() | st.integers(-(2**31), INT32_MAX),
+        min_p=st.none() | st.floats(),
+        repetition_penalty=st.none() | st.floats(),
+        presence_penalty=st.none() | st.floats(),
+        frequency_penalty=st.none() | st.floats(),
+        logit_bias=st.dictionaries(st.integers(-5, VOCAB + 5), st.floats(width=32), max_size=3),
+        bad_words=st.lists(st.text(max_size=3), max_size=2),
+        logprobs=st.none() | st.integers(-(2**31), INT32_MAX),
         stop=st.lists(st.text(max_size=3), max_size=3),
         stop_token_ids=st.lists(st.integers(-(2**31), INT32_MAX), max_size=3),
     ),
@@ -363,6 +421,9 @@ def test_whatever_comes_is_taken_within_bounds_or_refused(
     got = spec.sampling
     assert got.max_tokens >= 1 and 0.0 <= got.temperature <= 100.0
     assert 0.0 < got.top_p <= 1.0 and got.top_k >= 0
+    assert 0 <= got.min_tokens <= got.max_tokens and 0 <= got.min_p <= 1
+    assert got.repetition_penalty > 0 and all(got.bad_words)
+    assert all(0 <= i < VOCAB and abs(bias) <= 100 for i, bias in got.logit_bias)
     assert all(got.stop) and all(0 <= i < VOCAB for i in got.stop_token_ids)
     assert 0 < len(spec.prompt_token_ids) < MAX_LEN
     assert all(0 <= i < VOCAB for i in spec.prompt_token_ids)

@@ -236,7 +236,7 @@ def test_tokens_behind_a_stop_string_are_not_delivered() -> None:
     bench.grant(request)
     bench.first_token(request)
     stop = Finish(FinishReason.STOP, "END")
-    listener.on_tokens = lambda first_index, token_ids, now: StopMatch(2, stop)  # type: ignore[method-assign]
+    listener.on_tokens = lambda run, now: StopMatch(2, stop)  # type: ignore[method-assign]
     bench.now = 7.0
     bench.tokens(request, 0, 100, 101, 102, 103, 104, finish="length")
     assert request.delivered == [100, 101, 102]

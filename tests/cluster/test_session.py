@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.cluster.routed_request import RequestEnd, RoutedRequest, StopMatch
 from kvferry.cluster.session import Session, SessionEnd, SessionItem, TextDelta
+from kvferry.cluster.token_run import TokenRun
 from kvferry.engine.detokenizer import IncrementalDetokenizer
 from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.stopping import Finish, finish_after
@@ -43,7 +44,7 @@ class Client:
 
     def give(self, *token_ids: int) -> StopMatch | None:
         """The router offers tokens."""
-        match = self.session.on_tokens(self.accepted, token_ids, 0.0)
+        match = self.session.on_tokens(TokenRun(self.accepted, token_ids), 0.0)
         self.accepted += len(token_ids) if match is None else match.num_tokens
         return match
 
@@ -57,7 +58,7 @@ class Client:
 
     @property
     def ids(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.token_ids]
+        return [token for delta in self.deltas for token in delta.run.token_ids]
 
 
 def spec(
@@ -67,9 +68,13 @@ def spec(
     ignore_eos: bool = False,
     skip_special_tokens: bool = True,
     max_model_len: int = 1000,
+    min_tokens: int = 0,
+    include_stop: bool = False,
 ) -> RequestSpec:
     sampling = SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        include_stop_str_in_output=include_stop,
         stop=tuple(stop),
         stop_token_ids=tuple(stop_ids),
         ignore_eos=ignore_eos,
@@ -89,7 +94,10 @@ def test_text_comes_with_the_tokens_that_carry_it(tokenizer: Tokenizer) -> None:
     a, b, c = ids(tokenizer, "abc")
     assert client.give(a) is None
     assert client.give(b, c) is None
-    assert client.items == [TextDelta(0, (a,), "a"), TextDelta(1, (b, c), "bc")]
+    assert client.items == [
+        TextDelta(TokenRun(0, (a,)), "a"),
+        TextDelta(TokenRun(1, (b, c)), "bc"),
+    ]
 
 
 def test_half_a_character_waits_for_its_rest_and_its_ids_do_not(tokenizer: Tokenizer) -> None:
@@ -201,13 +209,13 @@ def test_deltas_that_are_joined_say_what_they_said_apart(
 ) -> None:
     deltas, index = [], 5
     for tokens, text in parts:
-        deltas.append(TextDelta(index, tuple(tokens), text))
+        deltas.append(TextDelta(TokenRun(index, tuple(tokens)), text))
         index += len(tokens)
     joined = deltas[0]
     for delta in deltas[1:]:
         joined = joined.then(delta)
-    assert joined.first_index == 5
-    assert list(joined.token_ids) == [t for d in deltas for t in d.token_ids]
+    assert joined.run.first_index == 5
+    assert list(joined.run.token_ids) == [t for d in deltas for t in d.run.token_ids]
     assert joined.text == "".join(d.text for d in deltas)
 
 
@@ -226,6 +234,52 @@ def reference(
         if stop is not None or finish is not None:
             return before, count, stop
     return "", 0, None
+
+
+def test_a_stop_string_is_shown_if_asked_for(tokenizer: Tokenizer) -> None:
+    client = Client(tokenizer, spec(stop=["bc"], include_stop=True))
+    match = client.give(*ids(tokenizer, "abcd"))
+    assert match == StopMatch(3, Finish(FinishReason.STOP, "bc"))
+    assert client.text == "abc"
+
+
+def test_a_stop_token_s_text_is_shown_if_asked_for_unless_it_is_special(
+    tokenizer: Tokenizer,
+) -> None:
+    a, b = ids(tokenizer, "ab")
+    for include, wanted in ((False, "a"), (True, "ab")):
+        client = Client(tokenizer, spec(stop_ids=[b], include_stop=include))
+        client.give(a, b)
+        assert client.text == wanted
+    for skip, wanted in ((True, "a"), (False, "a<|im_end|>")):
+        client = Client(tokenizer, spec(include_stop=True, skip_special_tokens=skip))
+        client.give(a, EOS)
+        assert client.text == wanted
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3])
+def test_nothing_stops_the_output_before_min_tokens(
+    tokenizer: Tokenizer, first: int, min_tokens: int
+) -> None:
+    """``aXbX``: the stop string comes whole with tokens 2 and 4."""
+    request = spec(stop=["X"], min_tokens=min_tokens)
+    stream = ids(tokenizer, "aXbX")
+    client = Client(tokenizer, request)
+    match = client.give(*stream[:first])
+    if match is None and first < 4:
+        match = client.give(*stream[first:])
+    count = 2 if min_tokens < 2 else 4
+    assert match is not None and match.finish == Finish(FinishReason.STOP, "X")
+    assert client.ids == stream[:count]
+    assert client.text == "aXbX"[: count - 1]
+
+
+def test_a_stop_string_begun_before_min_tokens_ends_the_output_after(tokenizer: Tokenizer) -> None:
+    client = Client(tokenizer, spec(stop=["bcd", "b"], min_tokens=3))
+    match = client.give(*ids(tokenizer, "abcde"))
+    assert match == StopMatch(4, Finish(FinishReason.STOP, "bcd"))
+    assert client.text == "a"
 
 
 @settings(suppress_health_check=list(HealthCheck))

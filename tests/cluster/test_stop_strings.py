@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from kvferry.cluster.stop_strings import StopStrings
 
 
-def naive(stops: Sequence[str], text: str) -> tuple[str, str | None]:
-    """Read the text character by character; the first moment at which it ends with a stop."""
-    for end in range(1, len(text) + 1):
+def naive(stops: Sequence[str], text: str, after: int = 0) -> tuple[str, str | None]:
+    """Read the text character by character; the first moment at which it ends with a stop.
+
+    What ends within the first ``after`` characters does not count.
+    """
+    for end in range(after + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             longest = max(found, key=len)
@@ -50,6 +53,38 @@ def test_any_alphabet_and_any_splitting(stops: list[str], text: str, data: st.Da
     borders = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in pairwise(borders)]
     assert streamed(stops, pieces) == naive(stops, text)
+
+
+@given(some_stops, pieces_of_text, st.integers(0, 10))
+def test_a_stop_string_counts_where_it_becomes_complete(
+    stops: list[str], pieces: list[str], num_early: int
+) -> None:
+    search = StopStrings(stops)
+    shown, found = "", None
+    for place, piece in enumerate(pieces):
+        text, found = search.push(piece, may_stop=place >= num_early)
+        shown += text
+        if found is not None:
+            break
+    else:
+        shown += search.finish()
+    early = len("".join(pieces[:num_early]))
+    assert (shown, found) == naive(stops, "".join(pieces), early)
+
+
+@given(some_stops, pieces_of_text)
+def test_the_string_found_is_shown_if_asked_for(stops: list[str], pieces: list[str]) -> None:
+    search = StopStrings(stops, include=True)
+    shown, found = "", None
+    for piece in pieces:
+        text, found = search.push(piece)
+        shown += text
+        if found is not None:
+            break
+    else:
+        shown += search.finish()
+    before, wanted = naive(stops, "".join(pieces))
+    assert (shown, found) == (before + (wanted or ""), wanted)
 
 
 @given(some_stops, pieces_of_text)

@@ -12,6 +12,8 @@ from kvferry.cluster.intake import ServedModel
 from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import RequestEnd, RoutedRequest
 from kvferry.cluster.session import SessionEnd, TextDelta
+from kvferry.cluster.token_run import TokenRun
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.request import Attempt, FinishReason
 from kvferry.engine.stopping import Finish
@@ -159,9 +161,18 @@ def test_the_first_event_counts_the_prompt_and_echoes_it_only_when_asked(echo: b
 
 
 def test_a_delta_carries_index_ids_and_text() -> None:
-    response = wire.delta("r", TextDelta(3, (5, 6), "xy"))
+    response = wire.delta("r", TextDelta(TokenRun(3, (5, 6)), "xy"))
     assert response.request_id == "r"
     assert response.delta == pb.Delta(branch=0, index=3, token_ids=[5, 6], text="xy")
+
+
+def test_a_delta_carries_log_probabilities_where_there_are_some() -> None:
+    own = (TokenLogprobs(5, -0.5, (5, 7), (-0.5, -1.5)), TokenLogprobs(6, -2.0))
+    delta = wire.delta("r", TextDelta(TokenRun(0, (5, 6), own, (own[1],)), "")).delta
+    assert [entry.token_id for entry in delta.logprobs] == [5, 6]
+    assert dict(delta.logprobs[0].top) == {5: -0.5, 7: -1.5}
+    assert delta.logprobs[1] == pb.TokenLogprobs(token_id=6, logprob=-2.0)
+    assert list(delta.prompt_logprobs) == [delta.logprobs[1]]
 
 
 def test_the_served_model_is_described_whole() -> None:

@@ -14,6 +14,7 @@ from random import Random
 
 from kvferry.cluster import wire
 from kvferry.cluster.router_config import RouterConfig
+from kvferry.cluster.token_run import TokenRun
 from kvferry.engine.request import RequestId
 from kvferry.worker.codec import BadMessage, decode, encode
 from kvferry.worker.messages import Envelope
@@ -30,11 +31,11 @@ class StrictListener(RecordingListener):
 
     violations: list[str] = field(default_factory=list)
 
-    def on_tokens(self, first_index: int, token_ids: tuple[int, ...], now: float) -> None:
+    def on_tokens(self, run: TokenRun, now: float) -> None:
         """Keep the tokens, and what is wrong with their coming."""
-        if first_index != len(self.tokens) or self.ends:
-            self.violations.append(f"index {first_index} after {len(self.tokens)}, {self.ends}")
-        self.tokens.extend(token_ids)
+        if run.first_index != len(self.tokens) or self.ends:
+            self.violations.append(f"index {run.first_index} after {len(self.tokens)}, {self.ends}")
+        self.tokens.extend(run.token_ids)
 
 
 class Arena:

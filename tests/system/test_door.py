@@ -31,6 +31,7 @@ from kvferry.cluster.errors import (
 )
 from kvferry.cluster.routed_request import FAILED, RequestEnd, RoutedRequest
 from kvferry.cluster.server_limits import ServerLimits
+from kvferry.cluster.token_run import TokenRun
 from kvferry.engine.request import RequestSpec
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.protos import kvferry_pb2 as pb
@@ -235,9 +236,8 @@ def push_tokens(stack: Stack, count: int, times: int = 1) -> None:
         (request,) = stack.router.requests.values()
         for _ in range(times):
             known = len(request.delivered)
-            stack.router._deliver_tokens(
-                request, known, (130 + known % 90,) * count, stack.node.clock()
-            )
+            run = TokenRun(known, (130 + known % 90,) * count)
+            stack.router._deliver_tokens(request, run, stack.node.clock())
 
     stack.on_loop(push)
 
