@@ -22,14 +22,24 @@ class Sampling(TypedDict, total=False):
     """Sampling parameters by name; what is left out takes the server's default."""
 
     max_tokens: int
+    min_tokens: int
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
     seed: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
     ignore_eos: bool
     skip_special_tokens: bool
+    logprobs: int
+    prompt_logprobs: int
 
 
 class GenerateOptions(Sampling, total=False):
@@ -136,6 +146,8 @@ class StreamChecker:
             raise self._fault(
                 f"branch {event.branch} {fault} tokens: index {event.index} came, not {wanted}"
             )
+        if event.logprobs and [e.token_id for e in event.logprobs] != list(event.token_ids):
+            raise self._fault(f"the log-probabilities at index {event.index} are of other tokens")
         self._next_index[event.branch] = wanted + len(event.token_ids)
         return event
 
@@ -164,6 +176,8 @@ class Completion:
         request_id: the server's id.
         prompt_token_ids: empty unless ``echo_prompt_token_ids`` was asked for.
         text, output_token_ids: what was streamed.
+        logprobs: one per output token if they were asked for, else empty.
+        prompt_logprobs: of the prompt's tokens but the first, likewise.
         finished: the terminal event: reason, usage, timing, transfer, workers.
         ttft_s: client's own time to the first token; None without tokens.
         itl_s: client's own gaps between tokens; one fewer than tokens.
@@ -178,6 +192,8 @@ class Completion:
     ttft_s: float | None
     itl_s: tuple[float, ...]
     e2e_s: float
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[pb.TokenLogprobs, ...] = ()
 
     @property
     def finish_reason(self) -> str:
@@ -212,6 +228,8 @@ class Transcript:
     prompt_tokens: int | None = None
     prompt_token_ids: tuple[int, ...] = ()
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     text: str = ""
     finished: pb.Finished | None = None
     token_times: list[float] = field(default_factory=list)
@@ -227,6 +245,8 @@ class Transcript:
         elif isinstance(event, pb.Delta):
             self.output_token_ids.extend(event.token_ids)
             self.token_times.extend([now] * len(event.token_ids))
+            self.logprobs.extend(event.logprobs)
+            self.prompt_logprobs.extend(event.prompt_logprobs)
             self.text += event.text
         else:
             self.finished = event
@@ -242,6 +262,8 @@ class Transcript:
             prompt_token_ids=self.prompt_token_ids,
             text=self.text,
             output_token_ids=tuple(self.output_token_ids),
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             finished=self.finished,
             ttft_s=times[0] - self.started if times else None,
             itl_s=tuple(b - a for a, b in pairwise(times)),

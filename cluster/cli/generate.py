@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import cast
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, positive, seed
+from kvferry.cluster.cli.flags import add_endpoint, add_json
+from kvferry.cluster.cli.logprobs_view import show_logprobs
+from kvferry.cluster.cli.sampling_flags import add_sampling, sampling_options
 from kvferry.cluster.cli.signals import CancelOnInterrupt
 from kvferry.cluster.client import Client, GenerateStream
-from kvferry.cluster.client_stream import GenerateOptions, Transcript
+from kvferry.cluster.client_stream import Transcript
 from kvferry.cluster.errors import Cancelled, ClusterUnreachable
 from kvferry.cluster.reports.documents import Outcome, request_json
-from kvferry.engine.request import SamplingParams
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.protos import kvferry_pb2 as pb
-
-_DEFAULTS = SamplingParams()
-# Flags that are sampling parameters of the same name; what is not given is left to the server.
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,46 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message of a chat"
     )
-    parser.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=positive,
-        default=128,
-        help="output tokens at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=float,
-        help=f"randomness; 0 is greedy (default: {_DEFAULTS.temperature:g})",
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        help=f"keep the likeliest tokens up to this probability (default: {_DEFAULTS.top_p:g})",
-    )
-    parser.add_argument(
-        "--top-k",
-        metavar="K",
-        type=int,
-        help=f"keep the K likeliest tokens; 0 keeps all (default: {_DEFAULTS.top_k})",
-    )
-    parser.add_argument(
-        "--seed", metavar="S", type=seed, help="key of the random choice (default: drawn anew)"
-    )
-    parser.add_argument(
-        "--stop",
-        metavar="STR",
-        action="append",
-        help="end before this string; may be repeated (default: none)",
-    )
-    parser.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        default=None,
-        help="go on past the model's end-of-sequence token (default: off)",
-    )
+    add_sampling(parser)
     add_endpoint(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -77,8 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Stream the text to standard output, or collect it for the document."""
-    given = {name: getattr(args, name) for name in _SAMPLING}
-    options = cast(GenerateOptions, {k: v for k, v in given.items() if v is not None})
+    options = sampling_options(args)
     options["echo_prompt_token_ids"] = args.json
     if args.chat:
         options["chat"] = [{"role": "user", "content": args.prompt}]
@@ -97,6 +53,7 @@ def run(args: argparse.Namespace) -> Result:
         raise error
     if not args.json:
         _summarize(transcript)
+        show_logprobs(transcript)
         return Result(error=error)
     reason = Cancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error
     outcome = Outcome(args.prompt, request_id, transcript, reason)

@@ -84,7 +84,30 @@ def request_json(outcome: Outcome) -> Json:
         "error": error_json(error),
         **_terminal_fields(finished),
         "branches": [{"branch": 0, **output}],
+        "logprobs": _logprobs_json(seen.logprobs),
+        "prompt_logprobs": _logprobs_json(seen.prompt_logprobs),
     }
+
+
+def _logprobs_json(entries: Sequence[pb.TokenLogprobs]) -> list[Json] | None:
+    """Likeliest first; null where none were asked for."""
+    if not entries:
+        return None
+    return [
+        {
+            "token_id": entry.token_id,
+            "logprob": entry.logprob,
+            "top": [
+                {"token_id": token_id, "logprob": logprob} for token_id, logprob in likeliest(entry)
+            ],
+        }
+        for entry in entries
+    ]
+
+
+def likeliest(entry: pb.TokenLogprobs) -> list[tuple[int, float]]:
+    """The likeliest tokens of a position, in descending order, ties by id."""
+    return sorted(entry.top.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _terminal_fields(finished: pb.Finished | None) -> Json:

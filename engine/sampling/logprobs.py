@@ -29,11 +29,11 @@ def logprobs_of(
         return []
     normaliser = logits.logsumexp(-1, keepdim=True)
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
-    own = (logits.gather(-1, ids) - normaliser)[:, 0].clamp(min=LOWEST).tolist()
+    own = (logits.gather(-1, ids) - normaliser)[:, 0].clamp(LOWEST, 0.0).tolist()
     width = min(max(num_top), logits.shape[-1])
     best = logits.topk(width)
     top_ids = best.indices.tolist()
-    top = (best.values - normaliser).clamp(min=LOWEST).tolist()
+    top = (best.values - normaliser).clamp(LOWEST, 0.0).tolist()
     return [
         TokenLogprobs(token_id, own[row], tuple(top_ids[row][:count]), tuple(top[row][:count]))
         for row, (token_id, count) in enumerate(zip(token_ids, num_top, strict=True))

@@ -93,7 +93,7 @@ def test_unreachable_cluster_is_exit_4(
         ["generate"],
         ["generate", "hi", "--max-tokens", "0"],
         ["generate", "hi", "--max-tokens", "some"],
-        ["generate", "hi", "--logprobs", "1"],
+        ["generate", "hi", "--logprobs"],
         ["generate", "hi", "--n", "2"],
         ["status", "--jsn"],
         ["bench", "serve", "--repeats", "-1"],

@@ -34,6 +34,12 @@ from tests.cluster.fake_server import (
     finished,
 )
 
+
+def with_logprobs(event: pb.Delta, *token_ids: int) -> pb.Delta:
+    event.logprobs.extend(pb.TokenLogprobs(token_id=i, logprob=-float(i)) for i in token_ids)
+    return event
+
+
 BROKEN: dict[str, Sequence[Step]] = {
     "repeats tokens": [accepted(), delta(0, 7, 8), delta(1, 8), finished(3)],
     "leaves out tokens": [accepted(), delta(0, 7), delta(2, 9), finished(2)],
@@ -46,11 +52,13 @@ BROKEN: dict[str, Sequence[Step]] = {
     "before accepted": [delta(0, 7), finished(1)],
     "accepted twice": [accepted(), accepted(), finished(0)],
     "usage says": [accepted(), delta(0, 7), finished(2)],
+    "of other tokens": [accepted(), with_logprobs(delta(0, 7, 8), 7), finished(2)],
 }
 GOOD: dict[str, Sequence[Step]] = {
     "coalesced": [accepted(), delta(0, 1, 2, text="a"), delta(2, 3, 4, 5, text="b"), finished(5)],
     "text after the ids": [accepted(), delta(0, 1), delta(1, text="é"), finished(1)],
     "no token": [accepted(), finished(0, reason="stop")],
+    "logprobs": [accepted(), with_logprobs(delta(0, 7, 8), 7, 8), finished(2)],
 }
 FAILING: dict[str, Sequence[Step]] = {
     "refused": [InvalidRequest("top_p: got 2.0, wanted 0 < top_p <= 1")],
@@ -127,6 +135,11 @@ def test_text_may_lag_the_ids_and_output_may_be_empty(run: Run) -> None:
     assert run("text after the ids").text == "é"
     empty = run("no token")
     assert (empty.output_token_ids, empty.ttft_s, empty.itl_s) == ((), None, ())
+
+
+def test_completion_holds_the_log_probabilities(run: Run) -> None:
+    assert [entry.logprob for entry in run("logprobs").logprobs] == [-7.0, -8.0]
+    assert run("coalesced").logprobs == () == run("coalesced").prompt_logprobs
 
 
 def test_errors_are_typed(run: Run) -> None:
