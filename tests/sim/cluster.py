@@ -167,10 +167,12 @@ class SimCluster:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def submit(self, spec: RequestSpec) -> RecordingListener:
+    def submit(
+        self, spec: RequestSpec, listener: RecordingListener | None = None
+    ) -> RecordingListener:
         """Hand a request to the router."""
         assert self.router is not None
-        listener = RecordingListener()
+        listener = listener or RecordingListener()
         self.listeners[spec.request_id] = listener
         self.specs[spec.request_id] = spec
         self.router.submit(spec, listener, self.clock.now)

@@ -94,6 +94,35 @@ def test_output_ends_before_a_stop_string(client: Client, stop: str) -> None:
     assert_quiet(client)
 
 
+def test_log_probabilities_come_with_their_tokens_and_the_prompt_s_with_the_first(
+    client: Client,
+) -> None:
+    completion = client.generate_text(
+        PROMPT, **GREEDY, logprobs=3, prompt_logprobs=2, echo_prompt_token_ids=True
+    )
+    assert [entry.token_id for entry in completion.logprobs] == list(completion.output_token_ids)
+    for entry in completion.logprobs:
+        assert len(entry.top) == 3
+        assert entry.logprob == max(entry.top.values()) <= 0, "greedy takes the likeliest"
+    prompt = completion.prompt_token_ids
+    assert [entry.token_id for entry in completion.prompt_logprobs] == list(prompt[1:])
+    assert all(len(entry.top) == 2 for entry in completion.prompt_logprobs)
+    assert_quiet(client)
+
+
+def test_penalties_biases_and_bad_words_reach_the_model(client: Client) -> None:
+    usual = client.generate_text(PROMPT, **GREEDY).output_token_ids
+    forbidden = client.generate_text(PROMPT, **GREEDY, bad_words=["n"])
+    assert usual[0] not in forbidden.output_token_ids
+    biased = client.generate_text(PROMPT, **GREEDY, logit_bias={usual[0]: 100.0})
+    assert set(biased.output_token_ids) == {usual[0]}
+    penalised = client.generate_text(
+        PROMPT, **GREEDY, logit_bias={usual[0]: 8.0}, frequency_penalty=2.0, presence_penalty=2.0
+    )
+    assert 0 < penalised.output_token_ids.count(usual[0]) < 12
+    assert_quiet(client)
+
+
 def test_one_token_needs_no_decode_step(client: Client) -> None:
     completion = client.generate_text(PROMPT, temperature=0.0, max_tokens=1)
     assert (completion.text, completion.finish_reason) == (" n", "length")
@@ -213,17 +242,7 @@ UNSUPPORTED: dict[str, Any] = {
     "resume_grace_s": 1.0,
     "first_output_index": 3,
 }
-UNSUPPORTED_SAMPLING: dict[str, Any] = {
-    "min_tokens": 1,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "n": 2,
-    "include_stop_str_in_output": True,
-    "logprobs": 1,
-    "logit_bias": {5: 1.0},
-}
+UNSUPPORTED_SAMPLING: dict[str, Any] = {"n": 2}
 
 
 def refusal(client: Client, request: pb.GenerateRequest) -> KVFerryError:
