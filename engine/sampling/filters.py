@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-FIRST_PREFIX = 512
+PREFIXES = (512, 8192)
+"""Lengths of ranking that are tried before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,18 @@ class Ranking:
     is_whole: torch.Tensor
 
 
-def rank(logits: torch.Tensor, size: int) -> Ranking:
+def total_weight(logits: torch.Tensor) -> torch.Tensor:
+    """Sum of exp(logit - largest) of each row.  [num_rows, vocab_size] to [num_rows]"""
+    return (logits - logits.max(-1, keepdim=True).values).exp_().sum(-1)
+
+
+def rank(logits: torch.Tensor, size: int, total: torch.Tensor) -> Ranking:
     """Rank at least the ``size`` likeliest tokens of each row, or all that there are.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float64, each row with a finite maximum.
         size: at least 1.
+        total: ``total_weight(logits)``.
     """
     best = logits.topk(min(size, logits.shape[-1])).values
     found = (logits >= best[:, -1:]) & (logits > -torch.inf)  # every tie of the last one
@@ -86,7 +93,7 @@ def rank(logits: torch.Tensor, size: int) -> Ranking:
         weights=weights,
         mass=weights.cumsum(-1),
         num_ranked=num_ranked,
-        total=(logits - largest).exp().sum(-1),
+        total=total,
         is_whole=num_ranked == (logits > -torch.inf).sum(-1),
     )
 
@@ -136,8 +143,9 @@ def draw(logits: torch.Tensor, filters: Filters, u: torch.Tensor) -> torch.Tenso
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     left = torch.arange(len(logits), device=logits.device)
     scaled = logits.double() / filters.temperature[:, None]
-    for size in (FIRST_PREFIX, logits.shape[-1]):
-        ranking = rank(scaled[left], size)
+    total = total_weight(scaled)
+    for size in (*PREFIXES, logits.shape[-1]):
+        ranking = rank(scaled[left], size, total[left])
         ids, decided = _draw(ranking, filters.select(left), u[left])
         chosen[left[decided]] = ids[decided]
         left = left[~decided]

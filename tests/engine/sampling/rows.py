@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from kvferry.engine.request import SamplingParams
 from kvferry.engine.sampling.constraints import SamplingRow
-from kvferry.engine.sampling.filters import FIRST_PREFIX, Filters, num_kept, rank
+from kvferry.engine.sampling.filters import PREFIXES, Filters, num_kept, rank, total_weight
 from kvferry.engine.sampling.sampler import filters_of
 
 
 @st.composite
 def logit_rows(draw: st.DrawFn, distinct: bool = False) -> torch.Tensor:
-    """Logits of up to 3000 tokens, so that both the short and the full sort are met."""
-    size = draw(st.sampled_from([1, 2, 5, 50, 3000]))
+    """Logits of up to 9000 tokens, so that the short rankings and the whole one are met."""
+    size = draw(st.sampled_from([1, 2, 5, 50, 600, 9000]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = draw(st.sampled_from([0.01, 1.0, 8.0]))
     row = torch.randn(size, generator=generator, dtype=torch.float64) * scale
@@ -33,8 +33,8 @@ def kept(logits: torch.Tensor, **params: float) -> set[int]:
     """Ids that the filters keep of one row."""
     chosen = filters(**params)
     scaled = logits[None].double() / chosen.temperature[:, None]
-    for size in (FIRST_PREFIX, len(logits)):
-        ranking = rank(scaled, size)
+    for size in (*PREFIXES, len(logits)):
+        ranking = rank(scaled, size, total_weight(scaled))
         count, decided = num_kept(ranking, chosen)
         if decided:
             break

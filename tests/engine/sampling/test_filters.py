@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvferry.engine.sampling.filters import draw, num_kept, rank
+from kvferry.engine.sampling.filters import draw, num_kept, rank, total_weight
 from tests.engine.sampling.rows import filters, finite, kept, logit_rows
 
 NO_IDS: Any = torch.zeros(1, 0, dtype=torch.int64)
@@ -134,7 +134,8 @@ def test_a_short_ranking_is_the_beginning_of_the_whole_one(
     batch = torch.full((len(rows), width), -torch.inf, dtype=torch.float64)
     for place, row in enumerate(rows):
         batch[place, : len(row)] = row
-    short, whole = rank(batch, size), rank(batch, width)
+    total = total_weight(batch)
+    short, whole = rank(batch, size, total), rank(batch, width, total)
     assert whole.is_whole.all()
     for place in range(len(rows)):
         count = int(short.num_ranked[place])
@@ -147,7 +148,7 @@ def test_a_short_ranking_is_the_beginning_of_the_whole_one(
 def test_a_ranking_too_short_for_its_filters_does_not_decide() -> None:
     row = torch.zeros(1, 900, dtype=torch.float64)
     row[0, :10] = torch.arange(10, 0, -1)
-    ranking = rank(row, 5)
+    ranking = rank(row, 5, total_weight(row))
     assert num_kept(ranking, filters(top_k=5))[1]
     assert not num_kept(ranking, filters(top_k=6))[1]
     assert not num_kept(ranking, filters(top_p=0.9999))[1]
