@@ -129,8 +129,8 @@ def test_the_output_is_bounded_while_it_is_made(tmp_path: Path) -> None:
     chat = template(tmp_path, endless, max_chars=10_000)
     with pytest.raises(ChatTemplateError, match="10000"):
         chat.render([USER])
-    with pytest.raises(ChatTemplateError, match="10001"):
-        chat.render([{"role": "user", "content": "x" * (10_001 - len("user"))}])
+    with pytest.raises(ChatTemplateError, match="characters as JSON, wanted at most 10000"):
+        chat.render([{"role": "user", "content": "x" * 10_001}])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_output_is_bounded_while_it_is_made(tmp_path: Path) -> None:
         ([USER, {"role": "user"}], r"messages\[1\]\.content.*NoneType"),
         ([{"content": "x"}], r"messages\[0\]\.role"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\]\.content.*list"),
-        ([USER | {"tool_calls": []}], r"messages\[0\]\.tool_calls.*not supported"),
+        ([USER | {"parts": []}], r"messages\[0\]\.parts.*not supported"),
     ],
 )
 def test_a_malformed_message_is_named(messages: list[Any], named: str, tmp_path: Path) -> None:
