@@ -190,7 +190,7 @@ class _Dict:
 class _Namespace(Namespace):
     """``namespace(...)`` without names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # noqa: N805, RUF100
+    def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args  # so that a value may be called self
         attributes = dict(*rest, **kwargs)
         for name in attributes:
