@@ -28,7 +28,9 @@ MAX_SOURCE_CHARS = 1 << 20
 MAX_REPEATED = 1 << 20
 MAX_EXPONENT = 1024
 
-_TAG = "KVFERRY_CONTINUE_FROM_HERE"  # stands where the final message ends, until it is cut off
+# Stands where the final message ends, until it is cut off. It is transformers' own, so that the
+# text is the same also where a template measures contents or shows them twice.
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG"
 
 #: What a template that does not compile raises.
 _COMPILE_FAULTS = (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError)
