@@ -32,7 +32,7 @@ from tests.engine.chat_templates import (
 )
 
 PLAIN = ["one", "system", "turns", "begun", "empty", "nothing yet", "markup", "thought"]
-MODES: dict[str, dict[str, bool]] = {
+MODES: dict[str, dict[str, Any]] = {
     "prompted": {"add_generation_prompt": True},
     "bare": {"add_generation_prompt": False},
     "continued": {"add_generation_prompt": False, "continue_final_message": True},
@@ -55,11 +55,9 @@ def template(folder: Path, source: str, **rest: Any) -> ChatTemplate:
 
 def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
     """What transformers renders; None if it refuses."""
-    args = options.pop("template_args", {})
+    variables: dict[str, Any] = {**SPECIAL, **options.pop("template_args", {}), **options}
     try:
-        rendered: Any = render_jinja_template(
-            [messages], chat_template=source, **options, **SPECIAL, **args
-        )
+        rendered: Any = render_jinja_template([messages], chat_template=source, **variables)
     except Exception:
         return None
     return str(rendered[0][0])
