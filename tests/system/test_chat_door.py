@@ -86,7 +86,7 @@ def test_slow_conversations_hold_up_no_text_and_end_with_the_door(tmp_path: Path
             slow[0].result(LONG_S)
         for _ in range(5):
             assert stub.Tokenize(pb.TokenizeRequest(text="hello"), timeout=LONG_S).token_ids
-        assert not all(call.done() for call in slow)
+        assert sum(call.done() for call in slow) < len(slow) / 2
         helpers = stack.node.intake._chat_template.helpers
         pids = helpers.pids()
         assert 1 <= len(pids) <= MAX_HELPERS
