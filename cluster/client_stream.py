@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, cast
 
+from kvferry.cluster.chat_input import ChatOptions, build_chat
 from kvferry.cluster.errors import StreamError
 from kvferry.engine.request import InvalidRequest
 from kvferry.protos import kvferry_pb2 as pb
@@ -42,15 +43,16 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int
 
 
-class GenerateOptions(Sampling, total=False):
+class GenerateOptions(Sampling, ChatOptions, total=False):
     """Everything that can be said of a request beside its prompt.
 
-    ``chat`` is a sequence of ``{"role": ..., "content": ...}``; ``request_id`` is the caller's
-    label, not the server's id; ``timeout_s`` is the deadline of the whole request.
+    ``chat`` is a sequence of ``{"role": ..., "content": ...}``, where they apply with
+    ``tool_calls`` (a list of objects), ``tool_call_id`` and ``name``; ``request_id`` is the
+    caller's label, not the server's id; ``timeout_s`` is the deadline of the whole request.
     """
 
     token_ids: Sequence[int]
-    chat: Iterable[Mapping[str, str]]
+    chat: Iterable[Mapping[str, Any]]
     model: str
     request_id: str
     echo_prompt_token_ids: bool
@@ -72,6 +74,11 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
         raise InvalidRequest(
             f"got {' and '.join(given) or 'no input'}; give one of prompt, token_ids and chat"
         )
+    chat_options = [name for name in ChatOptions.__annotations__ if options.get(name) is not None]
+    if chat is None and chat_options:
+        raise InvalidRequest(
+            f"got {' and '.join(chat_options)} without chat; give messages as chat"
+        )
     given_options: Mapping[str, Any] = options
     sampling = {k: v for k, v in given_options.items() if k in Sampling.__annotations__}
     try:
@@ -85,9 +92,8 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
         if token_ids is not None:
             request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
         if chat is not None:
-            messages = [pb.ChatMessage(**message) for message in chat]
-            request.chat.CopyFrom(pb.ChatInput(messages=messages))
-    except (TypeError, ValueError) as exc:
+            request.chat.CopyFrom(build_chat(chat, cast(ChatOptions, options)))
+    except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidRequest(f"the request cannot be encoded: {exc}") from exc
     return request
 

@@ -70,7 +70,7 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         received_at = node.clock()
         stream = Outgoing()
         try:
-            spec = await asyncio.to_thread(node.intake.prepare, request)
+            spec = await node.take_in(node.intake.prepare, request)
             routed = node.submit(spec, stream.emit, received_at)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
@@ -126,10 +126,7 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         """Token ids of a text or conversation."""
         intake: Intake = self._node.intake
         try:
-            intake.check_model(request.model)
-            chat = request.WhichOneof("input") == "chat"
-            text = intake.chat_text(request.chat) if chat else request.text
-            ids = await asyncio.to_thread(intake.tokenize, text)
+            ids = await self._node.take_in(intake.tokenize_input, request)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         return pb.TokenizeResponse(token_ids=ids, max_model_len=intake.model.max_model_len)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.cluster.chat_input import read_chat
 from kvferry.cluster.errors import UnknownModel
 from kvferry.cluster.sampling_fields import SamplingFields
 from kvferry.engine.chat import ChatTemplate
@@ -22,8 +23,6 @@ from kvferry.engine.tokenizer import Tokenizer
 from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.protos import kvferry_pb2 as pb
 
-_UNSUPPORTED_CHAT = ("tools", "continue_final_message", "template_args")
-_UNSUPPORTED_MESSAGE = ("tool_calls", "tool_call_id", "name")
 _UNSUPPORTED_REQUEST = ("priority", "tenant", "adapter", "resume_grace_s", "first_output_index")
 
 
@@ -91,24 +90,19 @@ class Intake:
         """Token ids of a text, as ``prepare`` would take it."""
         return self.tokenizer.encode(text)
 
+    def tokenize_input(self, request: pb.TokenizeRequest) -> list[int]:
+        """Token ids of a text or conversation, as ``prepare`` would take it."""
+        self.check_model(request.model)
+        is_chat = request.WhichOneof("input") == "chat"
+        return self.tokenize(self.chat_text(request.chat) if is_chat else request.text)
+
     def chat_text(self, chat: pb.ChatInput) -> str:
         """The prompt text of a conversation, by the model's chat template."""
-        if not chat.messages:
-            raise InvalidRequest("chat.messages: empty, wanted at least one message")
-        for name in _UNSUPPORTED_CHAT:
-            if getattr(chat, name):
-                raise InvalidRequest(
-                    f"chat.{name}: not supported yet in this version; leave it out"
-                )
-        if chat.HasField("add_generation_prompt"):
-            raise InvalidRequest("chat.add_generation_prompt: not supported yet in this version")
-        for message in chat.messages:
-            for name in _UNSUPPORTED_MESSAGE:
-                if getattr(message, name):
-                    raise InvalidRequest(f"messages.{name}: not supported yet in this version")
-        return self._chat_template.render(
-            [{"role": message.role, "content": message.content} for message in chat.messages]
-        )
+        return self._chat_template.render(**read_chat(chat))
+
+    def close(self) -> None:
+        """Take nothing more in: end the processes that render conversations."""
+        self._chat_template.close()
 
     def _prompt(self, request: pb.GenerateRequest) -> tuple[int, ...]:
         kind = request.WhichOneof("input")

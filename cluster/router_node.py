@@ -13,6 +13,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.draining import begin_drain, holds_any, serves_any
@@ -23,8 +25,10 @@ from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.session import Session, SessionItem
+from kvferry.engine.chat_pool import MAX_HELPERS
 from kvferry.engine.detokenizer import IncrementalDetokenizer
 from kvferry.engine.request import RequestId, RequestSpec
+from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker import messages as m
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import Envelope, NodeRef
@@ -34,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
+
+T = TypeVar("T")
+Request = TypeVar("Request", pb.GenerateRequest, pb.TokenizeRequest)
 
 
 class RouterNode:
@@ -56,6 +63,8 @@ class RouterNode:
         self._audit_ids = 0
         self.drained: deque[Death] = deque(maxlen=256)
         self._drains: dict[NodeRef, asyncio.Task[None]] = {}
+        # Conversations have threads of their own: slow ones hold up each other, and no text.
+        self._chat_threads = ThreadPoolExecutor(MAX_HELPERS, "kvferry-chat")
         self._timer = self._loop.create_task(self._run_timer(config.heartbeat / 4))
         self._network.start()
 
@@ -77,6 +86,12 @@ class RouterNode:
         """A worker is known to be dead."""
         self.router.worker_died(ref, why, self.clock())
         self._flush()
+
+    async def take_in(self, step: Callable[[Request], T], request: Request) -> T:
+        """Run a step of the intake on a thread: one of the few for conversations, or any."""
+        is_chat = request.WhichOneof("input") == "chat"
+        threads = self._chat_threads if is_chat else None
+        return await self._loop.run_in_executor(threads, step, request)
 
     def submit(
         self, spec: RequestSpec, emit: Callable[[SessionItem], None], received_at: float
@@ -149,6 +164,8 @@ class RouterNode:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._chat_threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.intake.close)
         await asyncio.to_thread(self._network.stop)
 
     # --- the loop's two inputs --------------------------------------------------------------

@@ -1,50 +1,79 @@
 """Chat messages to prompt text, by the model's own Jinja template.
 
-Owns the sandbox. A template comes with the weights and is trusted as little: it cannot reach
-Python objects, and its output is bounded while it is made. Does not know tokens.
+Owns which templates a model has and what a conversation may hold. A template is run in a process
+of its own (``engine.chat_pool``), as it comes with the weights and is trusted as little. Does
+not know tokens.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.environment import Template
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from kvferry.engine.chat_helper import (
+    RENDER_LIMIT_S,
+    ChatTemplateError,
+    HelperSettings,
+    HelperUnavailable,
+)
+from kvferry.engine.chat_pool import Helpers
+from kvferry.engine.chat_template import check_compiles
 from kvferry.engine.models.config import DamagedModel
-from kvferry.engine.request import InvalidRequest
+
+__all__ = ["ChatTemplate", "ChatTemplateError", "HelperUnavailable"]
 
 MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+MAX_TOOL_CALLS = 512  # of one message
 MAX_RENDERED_CHARS = 4 << 20
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_ALLOWED_KEYS = frozenset({"role", "content"})
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_RESERVED_ARGS = frozenset(
+    {*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "continue_final_message"}
+)
+_STRINGS = ("role", "content", "name", "tool_call_id")
+_ALLOWED_KEYS = frozenset({*_STRINGS, "tool_calls"})
 
 
-class ChatTemplateError(InvalidRequest):
-    """The messages cannot be rendered; names the message or repeats what the template said."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name.
+    """A model's templates, and the processes that run them.
 
-    ``template`` is None for a model without one: then ``render`` says so.
+    May be used from several threads at once. ``close`` ends the processes; dropping it does too.
+
+    Args:
+        sources: templates by name; of them ``default``, and ``tool_use`` for requests with tools,
+            are used. Empty for a model without one: then ``render`` says so.
+        special_tokens: variables that every template sees.
+        now: serves templates that print the date.
+        max_chars: of a conversation, and of the text made of it.
+        limit_s: seconds that one rendering may take.
     """
 
-    template: Template | None
-    special_tokens: Mapping[str, str]
-    max_chars: int = MAX_RENDERED_CHARS
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+        max_chars: int = MAX_RENDERED_CHARS,
+        limit_s: float = RENDER_LIMIT_S,
+    ) -> None:
+        self._used = {name: sources[name] for name in (_DEFAULT, _TOOL_USE) if name in sources}
+        self._names = sorted(sources)
+        self._now = now
+        self._max_chars = max_chars
+        self.helpers = Helpers(HelperSettings(self._used, special_tokens, max_chars, limit_s))
 
     @classmethod
     def from_folder(
@@ -52,124 +81,135 @@ class ChatTemplate:
         folder: str | Path,
         now: Callable[[], datetime] = datetime.now,
         max_chars: int = MAX_RENDERED_CHARS,
+        limit_s: float = RENDER_LIMIT_S,
     ) -> ChatTemplate:
-        """Read ``chat_template.jinja``, else the template inside ``tokenizer_config.json``.
+        """Read ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``.
 
-        ``now`` serves templates that print the date. Raises DamagedModel for files that cannot
-        be read or a template that does not compile.
+        Without any such file, what ``tokenizer_config.json`` says. Raises DamagedModel for files
+        that cannot be read or a template that does not compile.
         """
         root = Path(folder)
         config = _tokenizer_config(root / "tokenizer_config.json")
-        source = _source(root / "chat_template.jinja", config)
-        compiled: Template | None = None
-        if source is not None:
+        sources = _files(root) or _in_config(config)
+        for name, source in sources.items():
             try:
-                compiled = _environment(now).from_string(source)
-            except TemplateError as error:
-                raise DamagedModel(f"{root}: chat template does not compile ({error})") from error
-        return cls(compiled, _special_tokens(config), max_chars)
+                check_compiles(source)
+            except ValueError as error:
+                raise DamagedModel(
+                    f"{root}: chat template {name!r} does not compile ({error})"
+                ) from error
+        return cls(sources, _special_tokens(config), now, max_chars, limit_s)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_args: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
-        ``messages`` are objects with the strings ``role`` and ``content``;
-        ``add_generation_prompt`` appends what begins the assistant's answer. Raises
-        ChatTemplateError.
-        """
-        if self.template is None:
-            raise ChatTemplateError("chat: this model has no chat template; send text instead")
-        self._check(messages)
-        parts: list[str] = []
-        num_chars = 0
-        try:
-            for part in self.template.generate(
-                **self.special_tokens,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-            ):
-                num_chars += len(part)
-                if num_chars > self.max_chars:
-                    raise ChatTemplateError(
-                        f"chat: the rendered text exceeds {self.max_chars} characters; send less"
-                    )
-                parts.append(part)
-        except _TEMPLATE_FAULTS as error:
-            raise ChatTemplateError(f"chat: the model's template refused: {error}") from error
-        return "".join(parts)
+        Args:
+            messages: objects with the strings ``role`` and ``content``, and where they apply
+                ``tool_calls`` (a list of objects), ``tool_call_id`` and ``name`` (strings).
+            add_generation_prompt: append what begins the assistant's answer; None: unless the
+                final message is continued.
+            tools: what the model may call, one object each.
+            continue_final_message: end the text where the final message's content ends.
+            template_args: further variables that the template sees.
 
-    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        Raises ChatTemplateError, HelperUnavailable.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        self._check(messages, tools, template_args or {})
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError(
+                "chat.add_generation_prompt: got true with continue_final_message, wanted one of "
+                "them: the answer either begins anew or continues the final message"
+            )
+        request = {
+            "template": self._choose(tools),
+            "messages": [dict(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "template_args": template_args or {},
+            "now": self._now().isoformat(),
+        }
+        try:
+            encoded = json.dumps(request, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"chat: cannot be written as JSON ({error})") from error
+        if len(encoded) > self._max_chars:
+            raise ChatTemplateError(
+                f"chat: {len(encoded)} characters as JSON, wanted at most {self._max_chars} of "
+                "messages, tools and template_args together; send less"
+            )
+        return self.helpers.render(encoded.encode("utf-8", "surrogatepass"))
+
+    def close(self) -> None:
+        """End the processes; rendering fails from now on."""
+        self.helpers.close()
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """The name of the template to use."""
+        if not self._names:
+            raise ChatTemplateError("chat: this model has no chat template; send text instead")
+        if tools is not None and _TOOL_USE in self._used:
+            return _TOOL_USE
+        if _DEFAULT in self._used:
+            return _DEFAULT
+        raise ChatTemplateError(
+            f"chat: this model's templates are {', '.join(self._names)}, wanted one called "
+            "default; send text instead"
+        )
+
+    def _check(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any],
+    ) -> None:
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise ChatTemplateError(
-                f"messages: {len(messages)} of them, wanted 1 to {MAX_MESSAGES}"
+                f"chat.messages: {len(messages)} of them, wanted 1 to {MAX_MESSAGES}"
             )
-        num_chars = 0
         for place, message in enumerate(messages):
-            for key in sorted(set(message) - _ALLOWED_KEYS):
-                raise ChatTemplateError(f"messages[{place}].{key}: this field is not supported")
-            for key in ("role", "content"):
-                value = message.get(key)
-                if not isinstance(value, str):
-                    raise ChatTemplateError(
-                        f"messages[{place}].{key}: got {type(value).__name__}, wanted a string"
-                    )
-                num_chars += len(value)
-        if num_chars > self.max_chars:
+            _check_message(f"chat.messages[{place}]", message)
+        if tools is not None:
+            _check_objects("chat.tools", tools, MAX_TOOLS)
+        for name in sorted(_RESERVED_ARGS & template_args.keys()):
             raise ChatTemplateError(
-                f"messages: {num_chars} characters, wanted at most {self.max_chars}"
+                f"chat.template_args: got {name!r}, which has a meaning of its own; leave it out"
             )
 
 
-#: What code inside a template may raise; anything else is our own fault.
-_TEMPLATE_FAULTS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+def _check_message(where: str, message: Mapping[str, Any]) -> None:
+    for key in sorted(set(message) - _ALLOWED_KEYS):
+        raise ChatTemplateError(f"{where}.{key}: this field is not supported")
+    for key in _STRINGS:
+        value = message.get(key)
+        if not isinstance(value, str) and (key in message or key in ("role", "content")):
+            raise ChatTemplateError(f"{where}.{key}: got {type(value).__name__}, wanted a string")
+    if not message["role"]:
+        raise ChatTemplateError(f"{where}.role: empty, wanted a role such as user")
+    if "tool_calls" in message:
+        _check_objects(f"{where}.tool_calls", message["tool_calls"], MAX_TOOL_CALLS)
 
 
-class _GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks training targets; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute of Python, no change of arguments, no power, and no long repetition."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or not all(isinstance(side, int | float) for side in (left, right)):
-            raise SecurityError(f"operator {operator} on {left!r:.40} and {right!r:.40}")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment(now: Callable[[], datetime]) -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    return environment
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _check_objects(where: str, objects: Any, most: int) -> None:
+    if not isinstance(objects, list | tuple):
+        raise ChatTemplateError(f"{where}: got {type(objects).__name__}, wanted a list")
+    if len(objects) > most:
+        raise ChatTemplateError(f"{where}: {len(objects)} of them, wanted at most {most}")
+    for place, value in enumerate(objects):
+        if not isinstance(value, Mapping):
+            raise ChatTemplateError(
+                f"{where}[{place}]: got {type(value).__name__}, wanted an object"
+            )
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
@@ -177,22 +217,35 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedModel(f"{path}: cannot be read ({error})") from error
     return value if isinstance(value, dict) else {}
 
 
-def _source(file: Path, config: Mapping[str, Any]) -> str | None:
-    if file.exists():
+def _files(root: Path) -> dict[str, str]:
+    """Templates that are files, by name."""
+    file = root / "chat_template.jinja"
+    found = {_DEFAULT: file} if file.exists() else {}
+    for other in sorted((root / "additional_chat_templates").glob("*.jinja")):
+        found[other.stem] = other
+    sources: dict[str, str] = {}
+    for name, path in found.items():
         try:
-            return file.read_text(encoding="utf-8")
+            sources[name] = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise DamagedModel(f"{file}: cannot be read ({error})") from error
+            raise DamagedModel(f"{path}: cannot be read ({error})") from error
+    return sources
+
+
+def _in_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates inside the tokenizer's configuration: one, or several by name."""
     found = config.get("chat_template")
-    if isinstance(found, list):  # several by name: the one called default
-        named = {str(entry.get("name")): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    if isinstance(found, list):
+        found = {
+            str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)
+        }
+    named = found if isinstance(found, dict) else {_DEFAULT: found}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

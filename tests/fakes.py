@@ -55,6 +55,11 @@ def stub_output(prompt: Sequence[int], num_tokens: int, shift: int = 0) -> list[
     return tokens[len(prompt) :]
 
 
+def stub_logprobs(token_id: int, position: int) -> TokenLogprobs:
+    """What the stub model says of a token at a position, so that one out of place shows."""
+    return TokenLogprobs(token_id, -float(position), (token_id,), (-float(position),))
+
+
 @dataclass
 class StubRunner:
     """A ``ModelRunner`` over raw pool bytes ``[num_blocks, block_bytes]``.
@@ -82,7 +87,20 @@ class StubRunner:
         slots = self.blocks.view(np.int64)  # [num_blocks, block_size]
         for source, target in output.copies:
             slots[target] = slots[source]
-        return RunnerOutput(tuple(self._compute(slots, s) for s in output.sequences))
+        tokens = tuple(self._compute(slots, s) for s in output.sequences)
+        return RunnerOutput(
+            tokens,
+            tuple(
+                stub_logprobs(token, share.start + len(share.token_ids))
+                if token is not None and share.sampling.logprobs is not None
+                else None
+                for token, share in zip(tokens, output.sequences, strict=True)
+            ),
+            tuple(
+                tuple(stub_logprobs(t, p) for p, t in enumerate(s.prompt_targets, s.start + 1))
+                for s in output.sequences
+            ),
+        )
 
     def _compute(self, slots: NDArray[np.int64], share: ScheduledSequence) -> int | None:
         if self.forbid_prompt and len(share.token_ids) > 1:
@@ -158,12 +176,22 @@ ATTEMPT = Attempt(1, 1)
 
 
 def stub_spec(
-    request_id: str, prompt: Sequence[int], max_tokens: int, suffix: Sequence[int] = ()
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    suffix: Sequence[int] = (),
+    logprobs: int | None = None,
 ) -> RequestSpec:
-    """A greedy request of the stub model."""
+    """A greedy request of the stub model; ``logprobs`` of output and prompt."""
     return RequestSpec(
         RequestId(request_id),
         tuple(prompt),
         (tuple(suffix),),
-        SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs,
+        ),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -89,6 +91,19 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text}, wanted at least 1")
     return number
+
+
+def json_objects(path: str) -> list[dict[str, Any]]:
+    """An argument type: a file that holds a JSON list of objects."""
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from error
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise argparse.ArgumentTypeError(
+            f"{path!r} holds no list of objects, wanted [{{...}}, ...]"
+        )
+    return value
 
 
 def people(args: argparse.Namespace) -> Console:

@@ -8,12 +8,12 @@ import time
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json
+from kvferry.cluster.cli.flags import add_endpoint, add_json, json_objects
 from kvferry.cluster.cli.logprobs_view import show_logprobs
 from kvferry.cluster.cli.sampling_flags import add_sampling, sampling_options
 from kvferry.cluster.cli.signals import CancelOnInterrupt
 from kvferry.cluster.client import Client, GenerateStream
-from kvferry.cluster.client_stream import Transcript
+from kvferry.cluster.client_stream import GenerateOptions, Transcript
 from kvferry.cluster.errors import Cancelled, ClusterUnreachable
 from kvferry.cluster.reports.documents import Outcome, request_json
 from kvferry.kv_cache.errors import KVFerryError
@@ -26,6 +26,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message of a chat"
     )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system message before the prompt; implies --chat"
+    )
+    parser.add_argument(
+        "--assistant-prefix",
+        metavar="TEXT",
+        help="how the assistant's answer begins, to be continued; implies --chat",
+    )
+    parser.add_argument(
+        "--tools",
+        metavar="FILE",
+        type=json_objects,
+        help="a JSON file with a list of tools for the model's chat template; implies --chat",
+    )
     add_sampling(parser)
     add_endpoint(parser)
     add_json(parser)
@@ -36,14 +50,13 @@ def run(args: argparse.Namespace) -> Result:
     """Stream the text to standard output, or collect it for the document."""
     options = sampling_options(args)
     options["echo_prompt_token_ids"] = args.json
-    if args.chat:
-        options["chat"] = [{"role": "user", "content": args.prompt}]
+    options.update(_conversation(args))
     transcript = Transcript(time.monotonic())
     stream: GenerateStream | None = None
     error: KVFerryError | KeyboardInterrupt | None = None
     with Client(args.endpoint) as client:
         try:
-            stream = client.generate(None if args.chat else args.prompt, **options)
+            stream = client.generate(None if "chat" in options else args.prompt, **options)
             with stream, CancelOnInterrupt(stream.close) as interrupt:
                 error = _followed(stream, transcript, interrupt, show=not args.json)
         except (KVFerryError, KeyboardInterrupt) as exc:
@@ -58,6 +71,22 @@ def run(args: argparse.Namespace) -> Result:
     reason = Cancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error
     outcome = Outcome(args.prompt, request_id, transcript, reason)
     return Result(fields={"requests": [request_json(outcome)]}, error=error)
+
+
+def _conversation(args: argparse.Namespace) -> GenerateOptions:
+    """The prompt as a conversation, if one was asked for."""
+    prefix, tools = args.assistant_prefix, args.tools
+    if not args.chat and args.system is None and prefix is None and tools is None:
+        return {}
+    said = [("system", args.system), ("user", args.prompt), ("assistant", prefix)]
+    options: GenerateOptions = {
+        "chat": [{"role": role, "content": text} for role, text in said if text is not None]
+    }
+    if prefix is not None:
+        options["continue_final_message"] = True
+    if tools is not None:
+        options["tools"] = tools
+    return options
 
 
 def _followed(

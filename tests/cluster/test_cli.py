@@ -148,6 +148,39 @@ def test_generate_chat_sends_one_user_message(server: FakeServer) -> None:
     assert (message.role, message.content) == ("user", "hi")
 
 
+def test_generate_sends_a_conversation_with_system_prefix_and_tools(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "é"}}, {}]', encoding="utf-8")
+    main(["generate", "hi", "--system", "Be brief.", "--max-tokens", "1"])
+    chat = server.requests[-1].chat
+    assert [(m.role, m.content) for m in chat.messages] == [("system", "Be brief."), ("user", "hi")]
+    assert not chat.continue_final_message and not chat.tools
+    main(["generate", "hi", "--assistant-prefix", "Well, ", "--tools", str(tools)])
+    chat = server.requests[-1].chat
+    assert [(m.role, m.content) for m in chat.messages] == [("user", "hi"), ("assistant", "Well, ")]
+    assert chat.continue_final_message
+    assert not chat.HasField("add_generation_prompt")
+    assert [json.loads(tool) for tool in chat.tools] == json.loads(tools.read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"{}", b"[1]", b"[{]", b"\xff", b"[" * 100_000], ids=lambda c: str(c)[:8]
+)
+def test_tools_that_are_no_list_of_objects_are_a_usage_error(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tools.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["generate", "hi", "--tools", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and str(file) in printed.err and "--tools" in printed.err
+    assert main(["generate", "hi", "--tools", str(file), "--json"]) == 2
+    assert documents.parse(capsys.readouterr().out)["error"]["type"] == "UsageError"
+
+
 def test_generate_json_is_one_request_document(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -270,6 +270,13 @@ def test_every_kind_of_input_reaches_the_server(client: Client, server: FakeServ
         ("a", {"max_token": 3}, "max_token"),
         ("a", {"max_tokens": 2**40}, "encoded"),
         (None, {"chat": [{"roll": "user"}]}, "encoded"),
+        (None, {"chat": [{"role": "user", "tool_calls": ["x"]}]}, "encoded.*tool_calls: got 'x'"),
+        (None, {"chat": [{"role": "user", "tool_calls": [{"x": {1}}]}]}, "encoded"),
+        (None, {"chat": [], "tools": [[1]]}, r"encoded.*tools: got \[1\], wanted an object"),
+        (None, {"chat": [], "tools": [{"x": float("nan")}]}, "encoded"),
+        (None, {"chat": [], "template_args": [1]}, "template_args: got"),
+        ("a", {"tools": [{}]}, "tools without chat"),
+        ("a", {"continue_final_message": True, "template_args": {}}, "continue_.* and template_a"),
     ],
 )
 def test_requests_that_cannot_be_built_name_the_cause(

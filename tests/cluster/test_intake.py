@@ -13,6 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.cluster.chat_input import read_chat
 from kvferry.cluster.errors import UnknownModel
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.sampling_fields import (
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(folder: Path) -> Callable[[], tuple[Intake, Bits]]:
-    tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder)
+    tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder, limit_s=60.0)
     model = ServedModel("tiny", "1", "llama", "float32", stub_layout(4), MAX_LEN, VOCAB, (2,))
 
     def build() -> tuple[Intake, Bits]:
@@ -165,6 +166,34 @@ def test_a_prompt_may_be_text_ids_or_chat(intake: Intake) -> None:
     spec = intake.prepare(pb.GenerateRequest(chat=chat))
     assert spec.prompt_token_ids == tuple(intake.tokenize(expected))
     assert spec.prompt_token_ids[0] == 1, "markup is recognised as its token"
+
+
+def test_a_conversation_is_rendered_as_it_was_sent(intake: Intake) -> None:
+    chat = pb.ChatInput(
+        messages=[
+            pb.ChatMessage(role="user", content="hi"),
+            pb.ChatMessage(role="assistant", content="The "),
+        ],
+        continue_final_message=True,
+    )
+    begun = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe "
+    assert intake.chat_text(chat) == begun
+    assert intake.prepare(pb.GenerateRequest(chat=chat)).prompt_token_ids == tuple(
+        intake.tokenize(begun)
+    )
+    chat = pb.ChatInput(messages=chat.messages, add_generation_prompt=False)
+    assert intake.chat_text(chat) == begun + "<|im_end|>\n"
+
+
+def test_tokenizing_takes_text_and_conversations_as_generating_does(intake: Intake) -> None:
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")])
+    ids = intake.prepare(pb.GenerateRequest(chat=chat)).prompt_token_ids
+    assert tuple(intake.tokenize_input(pb.TokenizeRequest(chat=chat))) == ids
+    assert intake.tokenize_input(pb.TokenizeRequest(text="hi")) == intake.tokenize("hi")
+    with pytest.raises(UnknownModel, match="huge"):
+        intake.tokenize_input(pb.TokenizeRequest(text="hi", model="huge"))
+    with pytest.raises(InvalidRequest, match=r"chat\.messages: empty"):
+        intake.tokenize_input(pb.TokenizeRequest(chat=pb.ChatInput()))
 
 
 def test_a_prompt_one_below_the_limit_is_taken(intake: Intake) -> None:
@@ -369,6 +398,35 @@ def test_every_sampling_field_reaches_the_specification(intake: Intake, name: st
     else:
         assert getattr(after, name) != getattr(before, name)
         assert replace(after, **{name: getattr(before, name)}) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in (pb.ChatInput, pb.ChatMessage) for name in names_of(kind)],
+)
+def test_every_field_of_a_conversation_reaches_the_template(kind: Any, name: str) -> None:
+    """A field added to the contract fails here until it does."""
+    said: dict[str, Any] = {
+        "messages": [pb.ChatMessage(role="assistant", content="hi")],
+        "tools": ['{"a": 1}'],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "template_args": '{"a": 1}',
+        "tool_calls": ['{"a": 1}', '{"b": []}'],
+        "tool_call_id": "a",
+        "name": "b",
+        "role": "developer",
+        "content": "c",
+    }
+    message = pb.ChatMessage(role="user", content="hello")
+    plain = read_chat(pb.ChatInput(messages=[message]))
+    if kind is pb.ChatInput:
+        chat = pb.ChatInput(messages=[message])
+        chat.MergeFrom(pb.ChatInput(**{name: said[name]}))
+    else:
+        message.MergeFrom(pb.ChatMessage(**{name: said[name]}))
+        chat = pb.ChatInput(messages=[message])
+    assert read_chat(chat) != plain
 
 
 @pytest.mark.parametrize("name", names_of(pb.GenerateRequest))

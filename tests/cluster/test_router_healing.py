@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
 from kvferry.cluster.router_config import RouterConfig
+from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, FinishReason, RequestId
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.audit import BlockClass
@@ -145,6 +146,19 @@ def test_the_death_of_prefill_after_token_one_leaves_the_attempt_and_hands_off()
     bench.tokens(request, 0, 100, 101)
     assert bench.listeners["r"].tokens == [100, 101]
     assert bench.loads() == {"decode-0": (0, 9, None)}
+
+
+def test_the_router_s_hand_off_carries_token_one_s_log_probabilities() -> None:
+    bench = Bench()
+    request, _ = bench.submit(length=9)
+    bench.grant(request)
+    logprobs = (TokenLogprobs(100, -0.5, (100, 7), (-0.5, -1.0)),)
+    done = m.PrefillDone(*key(request), (100,), m.PrefillStats(0.0, 0.0, 1), logprobs)
+    bench.say("prefill-0", done)
+    bench.drain()
+    bench.router.worker_died(bench.ref("prefill-0"), "killed", bench.now)
+    record = m.HandOffRecord(*key(request), m.HandOff((100,), 9, logprobs))
+    assert ("decode-0", record) in bench.drain()
 
 
 def test_a_hand_off_record_that_was_lost_is_sent_again_when_the_lists_show_it() -> None:

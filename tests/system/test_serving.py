@@ -75,6 +75,21 @@ def test_chat_goes_through_the_models_template(client: Client) -> None:
     assert completion.text != plain.text
 
 
+def test_an_answer_that_was_begun_is_continued(client: Client) -> None:
+    begun = "Sure, the first letters of the alphabet are A, B, C,"
+    completion = client.generate_text(
+        chat=[
+            {"role": "system", "content": "You recite the alphabet."},
+            {"role": "user", "content": "Please say it."},
+            {"role": "assistant", "content": begun},
+        ],
+        continue_final_message=True,
+        temperature=0.0,
+        max_tokens=3,
+    )
+    assert completion.text.startswith(" D")
+
+
 def test_a_seed_repeats_the_output_and_another_one_does_not(client: Client) -> None:
     texts = [
         client.generate_text(PROMPT, temperature=1.5, max_tokens=12, seed=seed).output_token_ids
