@@ -19,14 +19,17 @@ from kvferry.engine.models.loading import (
     random_model,
 )
 from kvferry.engine.weights.reader import MissingTensor
-from tests.engine.paged_model import KINDS, VOCAB_SIZE, PagedSequences, save, small_reference
+from tests.engine.paged_model import PagedSequences, save
+from tests.parity.variants import VARIANTS, VOCAB_SIZE, random_reference
+
+KINDS = tuple(VARIANTS)
 
 References = dict[str, tuple[Any, Path]]
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    models = {kind: small_reference(kind) for kind in KINDS}
+    models = {kind: random_reference(kind) for kind in KINDS}
     root = tmp_path_factory.mktemp("checkpoints")
     return {kind: (model, save(model, root / kind)) for kind, model in models.items()}
 
@@ -118,7 +121,7 @@ def test_bfloat16_stays_near_float32_as_transformers_does(
     run = PagedSequences(load_model(folder, "bfloat16"), 8, seed=0, kv_dtype="bfloat16")
     found = in_chunks(run, ids, [20, 9])
     assert found.dtype == torch.float32
-    twin = small_reference(kind).to(torch.bfloat16)
+    twin = random_reference(kind).to(torch.bfloat16)
     their_error = (expected_logits(twin, ids) - exact).abs().mean()
     assert (found - exact).abs().mean() < 1.5 * their_error
     assert (found - exact).abs().max() < 0.3 * exact.std()
@@ -135,7 +138,7 @@ def test_chunked_prefill_equals_whole_prefill() -> None:
 
 def small_model(dtype: ModelDtype, seed: int = 0) -> LlamaModel:
     config = ModelConfig.from_dict(
-        small_reference("qwen2").config.to_dict(), name="small", revision="none"
+        random_reference("qwen2").config.to_dict(), name="small", revision="none"
     )
     return random_model(config, seed, dtype)
 
