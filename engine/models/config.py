@@ -41,6 +41,7 @@ MANIFEST_FILE = "kvferry-manifest.json"
 _SAMPLES_PER_TENSOR = 16
 _SAMPLE_BYTES = 1024
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_LAYERS = 10_000
 
 # What transformers assumes where a configuration is silent.
 _QWEN3_HEAD_DIM = 128
@@ -123,6 +124,10 @@ class ModelConfig:
         refuse_unsupported(config, name, architecture)
         max_model_len = _positive(config, "max_position_embeddings")
         num_layers = _positive(config, "num_hidden_layers")
+        if num_layers > _MAX_LAYERS:
+            raise DamagedModel(
+                f"config.json: num_hidden_layers is {num_layers}, wanted at most {_MAX_LAYERS}"
+            )
         hidden_size = _positive(config, "hidden_size")
         num_heads = _positive(config, "num_attention_heads")
         num_kv_heads = _positive(config, "num_key_value_heads", num_heads)

@@ -7,6 +7,7 @@ Does not know where a checkpoint comes from (``engine.weights``), which tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +36,9 @@ class MisshapedTensor(ModelError):
 def load_model(folder: Path, dtype: ModelDtype) -> LlamaModel:
     """Load a folder in Hugging Face layout and fuse its weights.
 
-    Fused matrices are copies; the others stay views of the mapped file where the dtype agrees.
+    Fused matrices are copies; the others stay views of the mapped file where the dtype agrees. A
+    stored head that differs from the embedding is used even where the configuration ties them, as
+    transformers does.
 
     Raises ModelError: UnsupportedModel, DamagedModel, MissingTensor, or MisshapedTensor.
     """
@@ -43,6 +46,9 @@ def load_model(folder: Path, dtype: ModelDtype) -> LlamaModel:
     wanted_dtype = TORCH_DTYPES[dtype]
     with open_weights(folder) as reader:
         check_names(config, reader.names())
+        if config.tie_word_embeddings and HEAD in reader:
+            same = torch.equal(reader.tensor(HEAD), reader.tensor(EMBEDDING))
+            config = replace(config, tie_word_embeddings=same)
 
         def stored(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             if reader.shape(name) != shape:

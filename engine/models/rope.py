@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.models.refusals import unsupported
 
+_SMALLEST, _LARGEST = 1e-6, 1e15
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -72,11 +74,13 @@ def read_rope(
     if original is None:
         original = section.get("original_max_position_embeddings")
     original = max_model_len if original is None else original
-    if kind in ("linear", "dynamic"):
-        return Rope(theta, kind, _number(section, "factor"))
+    if kind == "linear":
+        return Rope(theta, "linear", _number(section, "factor"))
+    if kind == "dynamic":
+        return Rope(theta, "dynamic", _number(section, "factor"))
     if kind == "default":
         return Rope(theta)
-    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
+    if type(original) is not int or not 1 < original <= _LARGEST:
         raise DamagedModel(
             f"config.json: original_max_position_embeddings is {original!r}, wanted an integer "
             "above 1"
@@ -153,10 +157,15 @@ def _divisors(section: Mapping[str, Any], key: str, head_dim: int) -> tuple[floa
 
 
 def _number(section: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A positive, finite number; null and absence give the default."""
+    """A number of a size that frequencies have; null and absence give the default."""
     value = section.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise DamagedModel(f"config.json: {key} of rope is {value!r}, wanted a positive number")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not _SMALLEST <= value <= _LARGEST
+    ):
+        wanted = f"a number from {_SMALLEST} to {_LARGEST}"
+        raise DamagedModel(f"config.json: {key} of rope is {value!r}, wanted {wanted}")
     return float(value)

@@ -63,8 +63,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_names(config: ModelConfig, names: Iterable[str]) -> None:
     """Refuse a checkpoint with tensors that nothing would read, or without a head.
 
-    Frequencies of the rotary embedding are computed and a tied head is the embedding: both are
-    ignored where they are stored, as transformers ignores them.
+    Frequencies of the rotary embedding are computed, so stored ones are ignored. A head stored
+    although the configuration ties it is for ``loading`` to compare with the embedding.
 
     Raises UnsupportedModel or DamagedModel; a tensor missing otherwise shows when it is loaded.
     """

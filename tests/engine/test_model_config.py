@@ -232,6 +232,7 @@ def test_a_mistral_that_names_no_window_has_the_default_of_transformers() -> Non
         ({"layer_types": FULL}, "layer_types"),
         ({"max_window_layers": "1", **W}, "max_window_layers"),
         ({"head_dim": 7}, "head_dim"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
     ],
 )
 def test_an_impossible_window_or_head_is_named(change: dict[str, Any], named: str) -> None:
