@@ -34,7 +34,8 @@ from tests.engine.generation import (
     small_model,
     step,
 )
-from tests.engine.paged_model import VOCAB_SIZE, PagedSequences
+from tests.engine.paged_model import PagedSequences
+from tests.parity.variants import VOCAB_SIZE
 
 
 def test_copies_are_made_before_the_step_writes() -> None:
