@@ -193,8 +193,7 @@ class LlamaModel:
             normed = kernels.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
             hidden = hidden + self._attention(index, normed, cos, sin, attention, pool)
             normed = kernels.rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
-            gated = kernels.silu_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
-            hidden = hidden + F.linear(gated, layer.down, layer.down_bias)
+            hidden = hidden + self._feed_forward(layer, normed)
         return hidden
 
     @torch.inference_mode()
@@ -217,12 +216,7 @@ class LlamaModel:
         num_tokens = normed.shape[0]
         heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-        rotated = heads[:, :num_rotated]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(rotated[:, :num_heads], layer.q_norm, config.rms_norm_eps)
-            k = kernels.rms_norm(rotated[:, num_heads:], layer.k_norm, config.rms_norm_eps)
-            rotated = torch.cat((q, k), dim=1)
-        rotated = kernels.rope(rotated, cos, sin)
+        rotated = kernels.rope(self._normed_heads(layer, heads[:, :num_rotated]), cos, sin)
         q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_rotated:]
         kernels.write_kv(pool, index, k, v, attention.slot_mapping)
         attended = kernels.paged_attention(
@@ -236,3 +230,17 @@ class LlamaModel:
             config.layer_windows[index],
         )
         return F.linear(attended.view(num_tokens, -1), layer.output, layer.output_bias)
+
+    def _normed_heads(self, layer: LayerWeights, heads: torch.Tensor) -> torch.Tensor:
+        """Queries, then keys, each head normalised if the model does so."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        num_heads, eps = self.config.num_heads, self.config.rms_norm_eps
+        q = self.kernels.rms_norm(heads[:, :num_heads], layer.q_norm, eps)
+        k = self.kernels.rms_norm(heads[:, num_heads:], layer.k_norm, eps)
+        return torch.cat((q, k), dim=1)
+
+    def _feed_forward(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+        """The feed-forward half of a layer: [num_tokens, hidden_size] to the same."""
+        gated = self.kernels.silu_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+        return F.linear(gated, layer.down, layer.down_bias)

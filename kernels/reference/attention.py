@@ -53,9 +53,8 @@ def paged_attention(
         oldest = 0 if window is None else max(0, seq_len - (last - first) - window + 1)
         first_block = oldest // block_size
         table = block_tables[seq, first_block : -(-seq_len // block_size)]
-        gathered = blocks_last.index_select(2, table).flatten(2, 3)
-        skipped = first_block * block_size
-        kv = gathered[:, :, oldest - skipped : seq_len - skipped].float()
+        seen = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
+        kv = blocks_last.index_select(2, table).flatten(2, 3)[:, :, seen].float()
         out[first:last] = _attend(q[first:last].float(), kv, softmax_scale, window)
     return out
 

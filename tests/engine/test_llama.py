@@ -85,7 +85,7 @@ def schedules(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     return steps
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedules(), st.sampled_from(KINDS), st.integers(1, 20), st.integers(0, 2**31))
 def test_logits_equal_transformers_in_mixed_batches(
     references: References,

@@ -235,9 +235,18 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"ffn_size": 2000}, {"vocab_size": 5000}, {"max_model_len": 2000}]
+    "shape",
+    [
+        {},
+        {"ffn_size": 2000},
+        {"ffn_size": 2000, "mlp_bias": True},
+        {"vocab_size": 5000},
+        {"max_model_len": 2000},
+        {"max_model_len": 2000, "layer_windows": (1900, None, 50)},
+        {"qk_norm": True, "head_dim": 64},
+    ],
 )
-def test_a_maximal_step_stays_below_the_profiled_peak(shape: dict[str, int]) -> None:
+def test_a_maximal_step_stays_below_the_profiled_peak(shape: dict[str, Any]) -> None:
     model = small_model(**shape)
     layout = kv_layout(model.config, BLOCK_SIZE, "float32")
     blocks = layout.num_blocks_for(model.config.max_model_len)
