@@ -248,12 +248,12 @@ def _sliding_layers(
     """Which layers slide: ``layer_types`` where it is given, else all behind the first few."""
     types = config.get("layer_types")
     if types is None:
-        first = 0
-        if architecture != "MistralForCausalLM":
-            first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
+        if architecture == "MistralForCausalLM" or not enabled:
+            return [enabled] * num_layers
+        first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
         if not isinstance(first, int):
             raise DamagedModel(f"config.json: max_window_layers is {first!r}, wanted an integer")
-        return [enabled and layer >= first for layer in range(num_layers)]
+        return [layer >= first for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers:
         raise DamagedModel(f"config.json: layer_types is {types!r}, wanted {num_layers} names")
     other = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
@@ -276,13 +276,6 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if not all(isinstance(i, int) and i >= 0 for i in ids):
         raise DamagedModel(f"eos_token_id is {found!r}, wanted an id or a list of ids")
     return tuple(dict.fromkeys(ids))
-
-
-def _unsupported(name: str, architecture: str, found: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"model {name!r} ({architecture}) uses {found}, which is not supported; supported "
-        f"architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

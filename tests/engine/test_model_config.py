@@ -209,6 +209,7 @@ W = {"use_sliding_window": True, "sliding_window": 32}
         (QWEN2 | {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1}, None),
         (QWEN2 | W | {"sliding_window": 256, "max_window_layers": 1}, None),
         (LLAMA | {"layer_types": [FULL] * 3, "sliding_window": 32}, None),
+        (QWEN3 | {"sliding_window": None, "max_window_layers": None}, None),
     ],
 )
 def test_each_layer_has_the_window_that_transformers_gives_it(
