@@ -4,9 +4,10 @@
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
 # make cancel-storm   5,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
+# make parity   every kind of model beside transformers; print the table of docs/models.md
 # make format | proto | clean | distclean
 #
-# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo` or `chaos`. pip's own
+# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos` or `parity`. pip's own
 # settings (index, proxy, certificates) are honoured.
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 
-.PHONY: help demo test chaos false-deaths cancel-storm fuzz format proto clean distclean
+.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +48,9 @@ cancel-storm: $(INSTALLED_DEV)
 
 fuzz: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+parity: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.parity $(ARGS)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/python -m ruff check --fix .

@@ -33,6 +33,18 @@ def default_model_folder() -> ModelFolder:
         pytest.skip(f"the default model is not available: {error}")
 
 
+def read_reference(model: ModelFolder) -> Any:
+    """A model as transformers itself reads it, float32, with its plainest attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder, file = _gguf_of(model)
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager"
+    )
+    return reference.eval()
+
+
 @pytest.fixture(scope="session")
 def default_model() -> ModelFolder:
     """The default model's folder, with the GGUF it was made from."""
@@ -42,12 +54,7 @@ def default_model() -> ModelFolder:
 @pytest.fixture(scope="session")
 def reference_model(default_model: ModelFolder) -> Any:
     """The model as transformers itself reads it from the GGUF, float32, never from our files."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder, file = _gguf_of(default_model)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    return model.eval()
+    return read_reference(default_model)
 
 
 @pytest.fixture(scope="session")

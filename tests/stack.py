@@ -28,6 +28,7 @@ from kvferry.engine.batch import RunnerOutput, SchedulerOutput
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.engine import Engine
 from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.rope import Rope
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.kv_cache.block_pool import BlockPool
@@ -59,10 +60,14 @@ MODEL = ModelConfig(
     ffn_size=1,
     vocab_size=STUB_VOCAB,
     max_model_len=4096,
-    rope_theta=1.0,
+    rope=Rope(theta=1.0),
+    layer_windows=(None,),
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
     qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
     eos_token_ids=(),
     bos_token_id=None,
 )

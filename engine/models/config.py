@@ -1,14 +1,8 @@
 """What a checkpoint is: shapes and constants read from a folder in Hugging Face layout.
 
-Owns the reading of ``config.json`` and ``generation_config.json`` and the refusal of what the
-decoder cannot compute. Does not know weights beyond their identity; imports no torch.
-
-Errors::
-
-    KVFerryError
-      ModelError
-        UnsupportedModel   the checkpoint is whole, but asks for something we do not compute
-        DamagedModel       a file is missing, truncated, or holds what it must not
+Owns the reading of ``config.json`` and ``generation_config.json``; ``refusals`` says what the
+decoder cannot compute, ``rope`` reads the rotary embedding. Does not know weights beyond their
+identity; imports no torch.
 """
 
 from __future__ import annotations
@@ -21,27 +15,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvferry.kv_cache.errors import KVFerryError
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
+from kvferry.engine.models.refusals import (
+    SUPPORTED_ARCHITECTURES,
+    architecture_of,
+    has_attention_bias,
+    refuse_unsupported,
+    unsupported,
+)
+from kvferry.engine.models.rope import Rope, read_rope
+
+__all__ = [
+    "MANIFEST_FILE",
+    "SUPPORTED_ARCHITECTURES",
+    "DamagedModel",
+    "ModelConfig",
+    "ModelError",
+    "UnsupportedModel",
+    "content_revision",
+    "read_eos_token_ids",
+]
 
 MANIFEST_FILE = "kvferry-manifest.json"
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
-_ARCHITECTURE_OF_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _SAMPLES_PER_TENSOR = 16
 _SAMPLE_BYTES = 1024
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_LAYERS = 10_000
 
-
-class ModelError(KVFerryError):
-    """A model's files cannot be used; names the file."""
-
-
-class UnsupportedModel(ModelError):
-    """The checkpoint asks for something the decoder does not compute; names what is supported."""
-
-
-class DamagedModel(ModelError):
-    """A model file is missing, truncated or holds impossible values; names file and place."""
+# What transformers assumes where a configuration is silent.
+_QWEN3_HEAD_DIM = 128
+_DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,14 @@ class ModelConfig:
         architecture: Hugging Face class name, one of ``SUPPORTED_ARCHITECTURES``.
         num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size: shapes.
         max_model_len: positions the model was made for.
-        rope_theta: base of the rotary embedding, unscaled, over the whole ``head_dim``.
+        rope: the rotary embedding, over the whole ``head_dim``.
+        layer_windows: per layer, how many positions a query sees, its own included; None for all.
         rms_norm_eps: added to the mean square in every norm.
         tie_word_embeddings: the head is the embedding matrix.
-        qkv_bias: q, k and v projections have a bias (Qwen2); the output projection never does.
+        qkv_bias: the q, k and v projections have a bias.
+        output_bias: attention's output projection has a bias.
+        mlp_bias: the three projections of the feed-forward half have a bias.
+        qk_norm: queries and keys are normalised per head before they are rotated (Qwen3).
         eos_token_ids: ids that end the output.
         bos_token_id: id that begins a document, if any; nothing here prepends it.
     """
@@ -73,10 +82,14 @@ class ModelConfig:
     ffn_size: int
     vocab_size: int
     max_model_len: int
-    rope_theta: float
+    rope: Rope
+    layer_windows: tuple[int | None, ...]
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -107,10 +120,14 @@ class ModelConfig:
         revision: str,
     ) -> Self:
         """Read the dictionaries of ``config.json`` and ``generation_config.json``."""
-        architecture = _architecture(config, name)
+        architecture = architecture_of(config, name)
+        refuse_unsupported(config, name, architecture)
         max_model_len = _positive(config, "max_position_embeddings")
         num_layers = _positive(config, "num_hidden_layers")
-        _refuse_unsupported(config, name, architecture, num_layers, max_model_len)
+        if num_layers > _MAX_LAYERS:
+            raise DamagedModel(
+                f"config.json: num_hidden_layers is {num_layers}, wanted at most {_MAX_LAYERS}"
+            )
         hidden_size = _positive(config, "hidden_size")
         num_heads = _positive(config, "num_attention_heads")
         num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
@@ -119,11 +136,8 @@ class ModelConfig:
                 f"config.json: num_attention_heads {num_heads} is not a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
-        if config.get("head_dim") is None and hidden_size % num_heads:
-            raise DamagedModel(
-                f"config.json: no head_dim, and hidden_size {hidden_size} is not a multiple of "
-                f"num_attention_heads {num_heads}"
-            )
+        head_dim = _head_dim(config, architecture, num_heads)
+        attention_bias = has_attention_bias(config, architecture)
         return cls(
             name=name,
             revision=revision,
@@ -132,14 +146,18 @@ class ModelConfig:
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_positive(config, "head_dim", hidden_size // num_heads),
+            head_dim=head_dim,
             ffn_size=_positive(config, "intermediate_size"),
             vocab_size=_positive(config, "vocab_size"),
             max_model_len=max_model_len,
-            rope_theta=_rope_theta(config, name, architecture),
+            rope=read_rope(config, name, architecture, head_dim, max_model_len),
+            layer_windows=_layer_windows(config, name, architecture, num_layers, max_model_len),
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "Qwen2ForCausalLM",
+            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+            output_bias=attention_bias,
+            mlp_bias=bool(config.get("mlp_bias")),
+            qk_norm=architecture == "Qwen3ForCausalLM",
             eos_token_ids=_eos_token_ids(config, generation or {}),
             bos_token_id=_optional_id(config, "bos_token_id"),
         )
@@ -187,70 +205,64 @@ def _sample_safetensors(file: Path, update: Any) -> None:
                 update(handle.read(min(_SAMPLE_BYTES, end - offset)))
 
 
-def _architecture(config: Mapping[str, Any], name: str) -> str:
-    declared = config.get("architectures") or []
-    found = declared[0] if isinstance(declared, list) and declared else None
-    if found is None:
-        found = _ARCHITECTURE_OF_TYPE.get(str(config.get("model_type")), config.get("model_type"))
-    if found not in SUPPORTED_ARCHITECTURES:
-        raise _unsupported(name, str(found), "this architecture")
-    return str(found)
-
-
-def _refuse_unsupported(
-    config: Mapping[str, Any], name: str, architecture: str, num_layers: int, max_model_len: int
-) -> None:
-    act = config.get("hidden_act") or "silu"
-    if act != "silu":
-        raise _unsupported(name, architecture, f"hidden_act {act!r} (wanted 'silu')")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key) and not (key == "attention_bias" and architecture.startswith("Qwen2")):
-            raise _unsupported(name, architecture, f"{key} true (wanted false)")
-    if config.get("quantization_config"):
-        raise _unsupported(name, architecture, "quantization_config (wanted plain weights)")
-    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
-        factor = config["partial_rotary_factor"]
-        raise _unsupported(name, architecture, f"partial_rotary_factor {factor} (wanted 1)")
-    window = _window_in_use(config, num_layers)
-    if window is not None and window < max_model_len:
-        raise _unsupported(
-            name,
-            architecture,
-            f"a sliding window of {window} positions (wanted full attention in every layer)",
-        )
-
-
-def _window_in_use(config: Mapping[str, Any], num_layers: int) -> int | None:
-    """The sliding window in positions if some layer uses it, else None."""
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        used = any(kind != "full_attention" for kind in layer_types)
+def _head_dim(config: Mapping[str, Any], architecture: str, num_heads: int) -> int:
+    """As configured; else what transformers assumes: 128 for Qwen3, a share for the others."""
+    if architecture == "Qwen3ForCausalLM":
+        share = _QWEN3_HEAD_DIM
     else:
-        first = config.get("max_window_layers", num_layers)
-        used = bool(config.get("use_sliding_window")) and first < num_layers
-    return int(config.get("sliding_window") or 0) if used else None
+        hidden_size = _positive(config, "hidden_size")
+        share = hidden_size // num_heads
+        if config.get("head_dim") is None and hidden_size % num_heads:
+            raise DamagedModel(
+                f"config.json: no head_dim, and hidden_size {hidden_size} is not a multiple of "
+                f"num_attention_heads {num_heads}"
+            )
+    head_dim = _positive(config, "head_dim", share)
+    if head_dim % 2:
+        raise DamagedModel(f"config.json: head_dim is {head_dim}, wanted an even number")
+    return head_dim
 
 
-def _rope_theta(config: Mapping[str, Any], name: str, architecture: str) -> float:
-    """The base: the old top-level key, or inside the newer ``rope_parameters``."""
-    merged: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        section = config.get(key)
-        if section is None:
-            continue
-        if not isinstance(section, Mapping):
-            raise DamagedModel(f"config.json: {key} is {section!r}, wanted an object")
-        kind = section.get("rope_type", section.get("type", "default"))
-        nested = any(isinstance(value, Mapping) for value in section.values())
-        if kind != "default" or nested:
-            found = "rope per layer type" if nested else f"{key} of type {kind!r}"
-            raise _unsupported(name, architecture, f"{found} (wanted 'default', unscaled)")
-        if section.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise _unsupported(name, architecture, f"a partial rotary embedding in {key}")
-        merged.update(section)
-    if "rope_theta" in merged:
-        return _number(merged, "rope_theta", 0.0)
-    return _number(config, "rope_theta", 10000.0)
+def _layer_windows(
+    config: Mapping[str, Any], name: str, architecture: str, num_layers: int, max_model_len: int
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None where it would hide no position."""
+    enabled = config.get("sliding_window", _DEFAULT_WINDOW) is not None
+    if architecture != "MistralForCausalLM":
+        enabled = enabled and bool(config.get("use_sliding_window"))
+    slides = _sliding_layers(config, name, architecture, num_layers, enabled)
+    if not any(slides):
+        return (None,) * num_layers
+    window = _positive(config, "sliding_window", _DEFAULT_WINDOW)
+    if window >= max_model_len:
+        return (None,) * num_layers
+    if architecture == "LlamaForCausalLM" or not enabled:
+        found = f"a sliding window of {window} positions that its configuration does not enable"
+        raise unsupported(name, architecture, f"{found} (wanted full attention)")
+    return tuple(window if slide else None for slide in slides)
+
+
+def _sliding_layers(
+    config: Mapping[str, Any], name: str, architecture: str, num_layers: int, enabled: bool
+) -> list[bool]:
+    """Which layers slide: ``layer_types`` where it is given, else all behind the first few."""
+    types = config.get("layer_types")
+    if types is None:
+        if architecture == "MistralForCausalLM" or not enabled:
+            return [enabled] * num_layers
+        first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
+        if not isinstance(first, int):
+            raise DamagedModel(f"config.json: max_window_layers is {first!r}, wanted an integer")
+        return [layer >= first for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise DamagedModel(f"config.json: layer_types is {types!r}, wanted {num_layers} names")
+    other = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
+    if other or (architecture == "MistralForCausalLM" and len(set(types)) > 1):
+        found = other[0] if other else "that differ"
+        raise unsupported(name, architecture, f"layer_types {found!r}")
+    if architecture == "MistralForCausalLM":
+        return [enabled] * num_layers
+    return [kind == "sliding_attention" for kind in types]
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -264,13 +276,6 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if not all(isinstance(i, int) and i >= 0 for i in ids):
         raise DamagedModel(f"eos_token_id is {found!r}, wanted an id or a list of ids")
     return tuple(dict.fromkeys(ids))
-
-
-def _unsupported(name: str, architecture: str, found: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"model {name!r} ({architecture}) uses {found}, which is not supported; supported "
-        f"architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

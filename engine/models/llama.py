@@ -1,4 +1,4 @@
-"""The Llama family of decoders (Llama, Qwen2) over a paged KV pool, in torch.
+"""The Llama family of decoders (Llama, Mistral, Qwen) over a paged KV pool, in torch.
 
 Owns the order of operations of one forward pass. Knows neither sequences nor requests: it sees
 flat tokens, their positions and slots, and calls a family of kernels for everything that is not a
@@ -8,13 +8,14 @@ matrix product. Weights come fused from ``engine.models.loading``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.frequencies import inverse_frequencies
 from kvferry.kernels import reference
 
 
@@ -41,6 +42,7 @@ class Kernels(Protocol):
         cu_seqlens_q: torch.Tensor,
         seq_lens: torch.Tensor,
         softmax_scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Causal attention of a batch of chunks through block tables."""
         ...
@@ -54,7 +56,11 @@ class Kernels(Protocol):
         ...
 
     def rope_tables(
-        self, positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+        self,
+        positions: torch.Tensor,
+        inv_freq: torch.Tensor,
+        attention_factor: float,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the rotary embedding."""
         ...
@@ -70,24 +76,33 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; every matrix is ``[out, in]``.
+    """One decoder layer; every matrix is ``[out, in]``. What the model lacks is None.
 
     Attributes:
         input_norm, post_attention_norm: ``[hidden_size]``.
         qkv: ``[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]``, q, k, v in this order.
-        qkv_bias: ``[(num_heads + 2 * num_kv_heads) * head_dim]``, or None.
+        qkv_bias: ``[(num_heads + 2 * num_kv_heads) * head_dim]``.
+        q_norm, k_norm: ``[head_dim]``, applied to each head.
         output: ``[hidden_size, num_heads * head_dim]``.
+        output_bias: ``[hidden_size]``.
         gate_up: ``[2 * ffn_size, hidden_size]``, gate first.
+        gate_up_bias: ``[2 * ffn_size]``.
         down: ``[hidden_size, ffn_size]``.
+        down_bias: ``[hidden_size]``.
     """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     output: torch.Tensor
+    output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
     gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
     down: torch.Tensor
+    down_bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +127,8 @@ class LlamaWeights:
         if self.head is not self.embedding:
             tensors.append(self.head)
         for layer in self.layers:
-            tensors += [layer.input_norm, layer.qkv, layer.output, layer.post_attention_norm]
-            tensors += [layer.gate_up, layer.down]
-            tensors += [] if layer.qkv_bias is None else [layer.qkv_bias]
+            held = (getattr(layer, part.name) for part in fields(layer))
+            tensors += [tensor for tensor in held if tensor is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -144,6 +158,7 @@ class LlamaModel:
         self.config = config
         self.weights = weights
         self.kernels = kernels
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,15 +185,15 @@ class LlamaModel:
             Hidden states before the final norm.  [num_tokens, hidden_size]
         """
         config, kernels = self.config, self.kernels
-        cos, sin = kernels.rope_tables(positions, config.head_dim, config.rope_theta, self.dtype)
+        cos, sin = kernels.rope_tables(
+            positions, self._inv_freq, config.rope.attention_factor, self.dtype
+        )
         hidden = F.embedding(input_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
             normed = kernels.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
             hidden = hidden + self._attention(index, normed, cos, sin, attention, pool)
             normed = kernels.rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
-            hidden = hidden + F.linear(
-                kernels.silu_mul(F.linear(normed, layer.gate_up)), layer.down
-            )
+            hidden = hidden + self._feed_forward(layer, normed)
         return hidden
 
     @torch.inference_mode()
@@ -201,7 +216,7 @@ class LlamaModel:
         num_tokens = normed.shape[0]
         heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-        rotated = kernels.rope(heads[:, :num_rotated], cos, sin)
+        rotated = kernels.rope(self._normed_heads(layer, heads[:, :num_rotated]), cos, sin)
         q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_rotated:]
         kernels.write_kv(pool, index, k, v, attention.slot_mapping)
         attended = kernels.paged_attention(
@@ -212,5 +227,20 @@ class LlamaModel:
             attention.cu_seqlens_q,
             attention.seq_lens,
             config.head_dim**-0.5,
+            config.layer_windows[index],
         )
-        return F.linear(attended.view(num_tokens, -1), layer.output)
+        return F.linear(attended.view(num_tokens, -1), layer.output, layer.output_bias)
+
+    def _normed_heads(self, layer: LayerWeights, heads: torch.Tensor) -> torch.Tensor:
+        """Queries, then keys, each head normalised if the model does so."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        num_heads, eps = self.config.num_heads, self.config.rms_norm_eps
+        q = self.kernels.rms_norm(heads[:, :num_heads], layer.q_norm, eps)
+        k = self.kernels.rms_norm(heads[:, num_heads:], layer.k_norm, eps)
+        return torch.cat((q, k), dim=1)
+
+    def _feed_forward(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+        """The feed-forward half of a layer: [num_tokens, hidden_size] to the same."""
+        gated = self.kernels.silu_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+        return F.linear(gated, layer.down, layer.down_bias)

@@ -1,12 +1,13 @@
-"""From a checkpoint to a model: names, shapes, fusing, dtype; and the KV layout that it needs.
+"""From a checkpoint to a model: shapes, fusing, dtype; and the KV layout that it needs.
 
-Owns the names that a Hugging Face checkpoint gives to tensors. Does not know where a checkpoint
-comes from (``engine.weights``) or how the model computes.
+Does not know where a checkpoint comes from (``engine.weights``), which tensors it should hold
+(``tensors``) or how the model computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ import torch
 
 from kvferry.engine.models.config import ModelConfig, ModelError
 from kvferry.engine.models.llama import LayerWeights, LlamaModel, LlamaWeights
+from kvferry.engine.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_names, tensor_shapes
 from kvferry.engine.weights.reader import open_weights
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
@@ -34,13 +36,19 @@ class MisshapedTensor(ModelError):
 def load_model(folder: Path, dtype: ModelDtype) -> LlamaModel:
     """Load a folder in Hugging Face layout and fuse its weights.
 
-    Fused matrices are copies; the others stay views of the mapped file where the dtype agrees.
+    Fused matrices are copies; the others stay views of the mapped file where the dtype agrees. A
+    stored head that differs from the embedding is used even where the configuration ties them, as
+    transformers does.
 
     Raises ModelError: UnsupportedModel, DamagedModel, MissingTensor, or MisshapedTensor.
     """
     config = ModelConfig.from_folder(folder)
     wanted_dtype = TORCH_DTYPES[dtype]
     with open_weights(folder) as reader:
+        check_names(config, reader.names())
+        if config.tie_word_embeddings and HEAD in reader:
+            same = torch.equal(reader.tensor(HEAD), reader.tensor(EMBEDDING))
+            config = replace(config, tie_word_embeddings=same)
 
         def stored(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             if reader.shape(name) != shape:
@@ -84,40 +92,40 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
 
 
 def _assemble(config: ModelConfig, source: TensorSource) -> LlamaWeights:
-    vocabulary = (config.vocab_size, config.hidden_size)
-    embedding = source("model.embed_tokens.weight", vocabulary)
-    tied = config.tie_word_embeddings
+    shapes = tensor_shapes(config)
+    embedding = source(EMBEDDING, shapes[EMBEDDING])
     return LlamaWeights(
         embedding=embedding,
-        layers=tuple(_layer(config, index, source) for index in range(config.num_layers)),
-        final_norm=source("model.norm.weight", (config.hidden_size,)),
-        head=embedding if tied else source("lm_head.weight", vocabulary),
+        layers=tuple(_layer(index, shapes, source) for index in range(config.num_layers)),
+        final_norm=source(FINAL_NORM, shapes[FINAL_NORM]),
+        head=embedding if config.tie_word_embeddings else source(HEAD, shapes[HEAD]),
     )
 
 
-def _layer(config: ModelConfig, index: int, source: TensorSource) -> LayerWeights:
-    prefix = f"model.layers.{index}"
-    hidden, ffn = config.hidden_size, config.ffn_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-    bias = None
-    if config.qkv_bias:
-        bias = torch.cat(
-            [source(f"{prefix}.self_attn.{n}_proj.bias", (size,)) for n, size in sizes.items()]
-        )
+def _layer(index: int, shapes: Mapping[str, tuple[int, ...]], source: TensorSource) -> LayerWeights:
+    def part(*names: str, kind: str = "weight") -> torch.Tensor:
+        """One tensor, or several fused by rows."""
+        full = [f"model.layers.{index}.{name}.{kind}" for name in names]
+        tensors = [source(name, shapes[name]) for name in full]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def optional(*names: str, kind: str = "bias") -> torch.Tensor | None:
+        announced = f"model.layers.{index}.{names[0]}.{kind}" in shapes
+        return part(*names, kind=kind) if announced else None
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return LayerWeights(
-        input_norm=source(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=torch.cat(
-            [
-                source(f"{prefix}.self_attn.{name}_proj.weight", (size, hidden))
-                for name, size in sizes.items()
-            ]
-        ),
-        qkv_bias=bias,
-        output=source(f"{prefix}.self_attn.o_proj.weight", (hidden, q_size)),
-        post_attention_norm=source(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=torch.cat(
-            [source(f"{prefix}.mlp.{name}_proj.weight", (ffn, hidden)) for name in ("gate", "up")]
-        ),
-        down=source(f"{prefix}.mlp.down_proj.weight", (hidden, ffn)),
+        qkv_bias=optional(*qkv),
+        input_norm=part("input_layernorm"),
+        qkv=part(*qkv),
+        q_norm=optional("self_attn.q_norm", kind="weight"),
+        k_norm=optional("self_attn.k_norm", kind="weight"),
+        output=part("self_attn.o_proj"),
+        output_bias=optional("self_attn.o_proj"),
+        post_attention_norm=part("post_attention_layernorm"),
+        gate_up=part(*gate_up),
+        gate_up_bias=optional(*gate_up),
+        down=part("mlp.down_proj"),
+        down_bias=optional("mlp.down_proj"),
     )

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.models.config import MANIFEST_FILE, ModelConfig
+from kvferry.engine.models.config import MANIFEST_FILE, DamagedModel, ModelConfig
+from kvferry.engine.models.tensors import check_names, tensor_shapes
 from kvferry.engine.weights.files import SINGLE_FILE, Progress, flush, write_bytes
 from kvferry.engine.weights.gguf_reader import open_gguf
 from kvferry.engine.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
@@ -39,7 +40,11 @@ def convert_gguf(
     model = open_gguf(source)
     config = model.config()
     revision = model_revision(str(origin["gguf_sha256"]))
-    ModelConfig.from_dict(config, model.generation_config(), name=name, revision=revision)
+    parsed = ModelConfig.from_dict(config, model.generation_config(), name=name, revision=revision)
+    check_names(parsed, model.tensor_names())
+    missing = sorted(tensor_shapes(parsed).keys() - set(model.tensor_names()))
+    if missing:
+        raise DamagedModel(f"{source}: has no tensor for {missing[0]}, one of {len(missing)}")
     tokenizer = build_tokenizer(model)
     manifest = {
         "name": name,

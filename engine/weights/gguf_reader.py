@@ -16,8 +16,15 @@ from numpy.typing import NDArray
 
 from kvferry.engine.models.config import DamagedModel, UnsupportedModel
 from kvferry.engine.weights.gguf_file import GGUFFile, read_gguf
+from kvferry.engine.weights.gguf_rope import FREQUENCIES_TENSOR, UntranslatableRope, rope_scaling
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Keys that change the result, with the values that do not.
+_NEUTRAL = {"logit_scale": (0, 1), "embedding_scale": (0, 1), "residual_scale": (0, 1)}
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -28,6 +35,8 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -46,11 +55,12 @@ class GGUFModel:
         self._architecture = self._text("general.architecture")
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.path}: architecture {self._architecture!r} is not supported; supported: "
-                f"{', '.join(_ARCHITECTURES)}"
+                f"{self.path}: is a {self._architecture}, which KVFerry does not run from GGUF; "
+                f"it runs: {', '.join(_ARCHITECTURES)}"
             )
-        self._gguf_names = {_hf_name(self.path, name): name for name in file.tensors}
-        if len(self._gguf_names) != len(file.tensors):
+        named = [name for name in file.tensors if name != FREQUENCIES_TENSOR]
+        self._gguf_names = {_hf_name(self.path, name): name for name in named}
+        if len(self._gguf_names) != len(named):
             raise DamagedModel(f"{self.path}: two tensors have the same meaning")
 
     @property
@@ -89,11 +99,15 @@ class GGUFModel:
         rotated = self._int("rope.dimension_count", head_dim)
         if rotated != head_dim:
             config["partial_rotary_factor"] = rotated / max(head_dim, 1)
-        if self._architecture == "llama" and any(n.endswith(".bias") for n in self._gguf_names):
+        biases = {name.split(".")[-3] for name in self._gguf_names if name.endswith(".bias")}
+        if "self_attn" in biases:
             config["attention_bias"] = True
-        scaling = self.file.metadata.get(f"{self._architecture}.rope.scaling.type", "none")
-        if scaling != "none":
-            config["rope_scaling"] = {"rope_type": scaling}
+        if "mlp" in biases:
+            config["mlp_bias"] = True
+        self._refuse_other_results(config["max_position_embeddings"])
+        scaling = self._rope_scaling(config["max_position_embeddings"])
+        if scaling is not None:
+            config["rope_scaling"] = scaling
         return config
 
     def generation_config(self) -> dict[str, Any]:
@@ -133,6 +147,36 @@ class GGUFModel:
                 )
             values = unpermute(values, num_heads)
         return np.ascontiguousarray(values.reshape(shape), dtype=np.float32)
+
+    def _rope_scaling(self, context_length: int) -> dict[str, Any] | None:
+        prefix = f"{self._architecture}.rope.scaling."
+        scaling = {
+            key.removeprefix(prefix): value
+            for key, value in self.file.metadata.items()
+            if key.startswith(prefix)
+        }
+        divisors = None
+        if FREQUENCIES_TENSOR in self.file.tensors:
+            divisors = self.file.dequantised(FREQUENCIES_TENSOR).ravel().tolist()
+        try:
+            return rope_scaling(scaling, context_length, divisors)
+        except UntranslatableRope as error:
+            raise UnsupportedModel(
+                f"{self.path}: has {error}, which KVFerry does not run"
+            ) from None
+
+    def _refuse_other_results(self, context_length: int) -> None:
+        """Raise UnsupportedModel for keys of variations that the architecture's name hides."""
+        for key, neutral in _NEUTRAL.items():
+            value = self.file.metadata.get(f"{self._architecture}.{key}", neutral[0])
+            if value not in neutral:
+                raise UnsupportedModel(f"{self.path}: has {key} {value}, wanted 1 or none")
+        window = self._int("attention.sliding_window", 0)
+        if 0 < window < context_length:
+            raise UnsupportedModel(
+                f"{self.path}: has a sliding window of {window} positions, wanted full attention; "
+                "a safetensors folder says which layers it is for"
+            )
 
     def _permuted_heads(self, name: str) -> int | None:
         """Heads of a projection whose rows GGUF permutes, else None."""
@@ -185,6 +229,6 @@ def _hf_name(path: Path, name: str) -> str:
     if kind in ("weight", "bias") and layer and layer["part"] in _LAYER_NAMES:
         return f"model.layers.{int(layer['index'])}.{_LAYER_NAMES[layer['part']]}.{kind}"
     raise UnsupportedModel(
-        f"{path}: tensor {name!r} belongs to a feature that is not supported (scaled rope, "
-        "experts or another architecture)"
+        f"{path}: tensor {name!r} belongs to something that KVFerry does not run (experts, rope "
+        "that changes with the length, or another architecture)"
     )

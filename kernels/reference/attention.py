@@ -2,6 +2,7 @@
 
 One sequence at a time: its blocks are gathered with one ``index_select`` and cut at ``seq_len``,
 so nothing behind the last valid slot, and no other sequence of the batch, can enter a result.
+Blocks that lie wholly outside a sliding window are not gathered.
 On a CPU this is as fast as one padded batch, whose gather costs more than the calls it saves.
 """
 
@@ -19,6 +20,7 @@ def paged_attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's queries over its KV, whose slots are already written.
 
@@ -35,6 +37,7 @@ def paged_attention(
         cu_seqlens_q: ``[num_seqs + 1]``, cumulative query lengths from 0.
         seq_lens: ``[num_seqs]``, valid positions, queries included.
         softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
+        window: the query at position ``p`` sees ``p - window + 1 .. p``; None for all up to ``p``.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the dtype of ``q``.
@@ -47,25 +50,36 @@ def paged_attention(
         first, last = bounds[seq], bounds[seq + 1]
         if first == last:
             continue
-        table = block_tables[seq, : -(-seq_len // block_size)]
-        kv = blocks_last.index_select(2, table).flatten(2, 3)[:, :, :seq_len].float()
-        out[first:last] = _attend(q[first:last].float(), kv, softmax_scale)
+        oldest = 0 if window is None else max(0, seq_len - (last - first) - window + 1)
+        first_block = oldest // block_size
+        table = block_tables[seq, first_block : -(-seq_len // block_size)]
+        seen = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
+        kv = blocks_last.index_select(2, table).flatten(2, 3)[:, :, seen].float()
+        out[first:last] = _attend(q[first:last].float(), kv, softmax_scale, window)
     return out
 
 
-def _attend(q: torch.Tensor, kv: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """One sequence: q ``[query_len, heads, dim]``, kv ``[2, kv_heads, seq_len, dim]``, float32."""
+def _attend(
+    q: torch.Tensor, kv: torch.Tensor, softmax_scale: float, window: int | None
+) -> torch.Tensor:
+    """One sequence: q ``[query_len, heads, dim]`` over kv ``[2, kv_heads, kv_len, dim]``, float32.
+
+    The last query stands at the last of the keys; the first of them is the oldest any query sees.
+    """
     query_len, num_heads, head_dim = q.shape
-    _, num_kv_heads, seq_len, _ = kv.shape
+    _, num_kv_heads, kv_len, _ = kv.shape
     group = num_heads // num_kv_heads
     grouped = q.view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1)  # [kv_heads, group, seq_len, dim], shared
-    is_whole = query_len == seq_len
+    k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1)  # [kv_heads, group, kv_len, dim], shared
+    slides = window is not None and window < kv_len
+    is_causal = query_len == kv_len and not slides
     mask = None
-    if query_len > 1 and not is_whole:
-        mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device)
-        mask = mask.tril(seq_len - query_len)
+    if query_len > 1 and not is_causal:
+        mask = torch.ones(query_len, kv_len, dtype=torch.bool, device=q.device)
+        mask = mask.tril(kv_len - query_len)
+        if window is not None:
+            mask = mask.triu(kv_len - query_len - window + 1)
     attended = F.scaled_dot_product_attention(
-        grouped, k, v, attn_mask=mask, is_causal=is_whole, scale=softmax_scale
+        grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=softmax_scale
     )
     return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)

@@ -13,8 +13,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, normalised in float32.
 
     Args:
-        x: ``[num_tokens, hidden_size]``.
-        weight: ``[hidden_size]``.
+        x: ``[..., size]``: hidden states, or the heads of each token.
+        weight: ``[size]``.
         eps: added to the mean square.
     """
     wide = x.float()
@@ -23,24 +23,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope_tables(
-    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    positions: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines for ``rope``, one row per token, angles computed in float32.
 
     Args:
         positions: ``[num_tokens]`` integers.
-        head_dim: even; the embedding covers all of it.
-        theta: base of the frequencies ``theta ** (-2i / head_dim)``.
+        inv_freq: ``[head_dim / 2]`` float32, radians per position of each pair of dimensions.
+        attention_factor: multiplies cosines and sines.
         dtype: of the result.
 
     Returns:
         cos and sin, ``[num_tokens, 1, head_dim]`` in ``dtype``; both halves hold the same angles.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = 1.0 / (theta ** (exponents / head_dim))
-    half = positions[:, None].float() * frequencies
+    half = positions[:, None].float() * inv_freq
     angles = torch.cat((half, half), dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout, random_model
 from kvferry.engine.request import SamplingParams
-from tests.engine.paged_model import VOCAB_SIZE, small_reference
+from tests.parity.variants import VOCAB_SIZE, random_reference
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def model_config(**changes: Any) -> ModelConfig:
-    config = small_reference("llama").config.to_dict()
+    config = random_reference("llama").config.to_dict()
     return replace(ModelConfig.from_dict(config, name="small", revision="none"), **changes)
 
 

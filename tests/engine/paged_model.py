@@ -1,4 +1,4 @@
-"""Small checkpoints written by transformers, and a driver of ``LlamaModel`` over a paged pool."""
+"""A driver of ``LlamaModel`` over a paged pool."""
 
 from __future__ import annotations
 
@@ -7,45 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from kvferry.engine.models.llama import AttentionInputs, LlamaModel
 from kvferry.engine.models.loading import TORCH_DTYPES, kv_layout
-
-VOCAB_SIZE = 97
-KINDS = ("llama", "llama-tied", "qwen2")
-
-
-def small_reference(kind: str) -> Any:
-    """A transformers model with random weights, biases and norms included."""
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    torch.manual_seed(len(kind))
-    model: Any
-    if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
-    elif kind == "llama-tied":
-        model = LlamaForCausalLM(LlamaConfig(**shape, head_dim=16, tie_word_embeddings=True))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
-        else:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
-    return model.eval()
 
 
 def save(model: Any, folder: Path) -> Path:

@@ -38,7 +38,7 @@ def test_the_converted_configuration_equals_that_of_transformers(
     assert ours.ffn_size == theirs.intermediate_size
     assert ours.vocab_size == theirs.vocab_size
     assert ours.max_model_len == theirs.max_position_embeddings
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"] == 100000.0
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"] == 100000.0
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))

@@ -9,7 +9,7 @@ import torch
 from kvferry.engine.models.loading import load_model
 from kvferry.engine.weights.store import ModelFolder
 from tests.engine.generation import Generation, advance_together, prompt, runner, small_model
-from tests.engine.paged_model import small_reference
+from tests.parity.variants import random_reference
 
 
 def mixed_requests() -> list[Generation]:
@@ -41,7 +41,7 @@ def test_generation_does_not_depend_on_chunks_blocks_or_the_rest_of_the_batch() 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_greedy_tokens_equal_transformers_generate(kind: str, tmp_path: Path) -> None:
-    theirs = small_reference(kind)
+    theirs = random_reference(kind)
     theirs.save_pretrained(tmp_path)
     generation = Generation(6, 37, [4, 8, 15, 16, 23, 42, 1, 2, 3], [10, 10, 10])
     ids = torch.tensor([generation.tokens])

@@ -2,23 +2,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
 
 from kvferry.engine.models.config import DamagedModel, ModelConfig, ModelError, UnsupportedModel
+from kvferry.engine.models.frequencies import inverse_frequencies
+from kvferry.engine.models.loading import load_model
+from kvferry.engine.models.rope import Rope
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.convert import convert_gguf
 from kvferry.engine.weights.files import no_progress
 from kvferry.engine.weights.gguf_reader import open_gguf
 from kvferry.engine.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
 from kvferry.engine.weights.reader import open_weights
-from tests.engine.tiny_gguf import SPECIAL, TEMPLATE, vocabulary, write_tiny_gguf
+from tests.engine.paged_model import PagedSequences
+from tests.engine.tiny_gguf import HEAD_DIM, SPECIAL, TEMPLATE, vocabulary, write_tiny_gguf
 
 ORIGIN = {"gguf_sha256": "0" * 64}
 
@@ -72,7 +81,7 @@ def test_a_converted_folder_is_a_whole_model(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     convert_gguf(tmp_path / "m.gguf", folder, "tiny", ORIGIN, lambda _, *s: steps.append(s))
     config = ModelConfig.from_folder(folder)
-    assert (config.name, config.num_layers, config.rope_theta) == ("tiny", 2, 50000.0)
+    assert (config.name, config.num_layers, config.rope) == ("tiny", 2, Rope(50000.0))
     assert config.tie_word_embeddings
     assert config.eos_token_ids == (2,)
     assert "0" * 32 in config.revision
@@ -104,19 +113,112 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
+def scaled(kind: str, **values: Any) -> dict[str, Any]:
+    return {f"llama.rope.scaling.{key}": value for key, value in ({"type": kind} | values).items()}
+
+
+def frequencies(*divisors: float) -> dict[str, NDArray[np.float32]]:
+    """``rope_freqs.weight``; the last divisor stands for the rest."""
+    values = [*divisors, *divisors[-1:] * (HEAD_DIM // 2 - len(divisors))]
+    return {"rope_freqs.weight": np.array(values, np.float32)}
+
+
+CONVERTED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, biases": {"biases": True},
+    "llama, linear": {"extra": scaled("linear", factor=2.5)},
+    "llama, yarn": {"extra": scaled("yarn", factor=4.0, original_context_length=32)},
+    "llama, yarn, all keys": {
+        "extra": scaled(
+            "yarn",
+            factor=4.0,
+            original_context_length=32,
+            attn_factor=0.875,
+            yarn_beta_fast=16.0,
+            yarn_beta_slow=2.0,
+        )
+    },
+    "llama 3, frequencies": {"extra_tensors": frequencies(1.0, 1.5, 4.2, 8.0)},
+    "llama, frequencies of one": {"extra_tensors": frequencies(1.0)},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen3": {"architecture": "qwen3"},
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_transformers_and_we_read_a_converted_folder_alike(name: str, tmp_path: Path) -> None:
+    written = write_tiny_gguf(tmp_path / "m.gguf", **CONVERTED[name])
+    folder = tmp_path / "out"
+    folder.mkdir()
+    convert_gguf(tmp_path / "m.gguf", folder, "tiny", ORIGIN, no_progress)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    read = theirs.state_dict()
+    for tensor, values in written.items():
+        np.testing.assert_array_equal(read[tensor].numpy(), values, err_msg=tensor)
+    ids = torch.arange(60) * 7 % len(vocabulary())
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+    run = PagedSequences(load_model(folder, "float32"), 16, seed=0)
+    bounds = (0, 17, 50, 51, 60)
+    found = torch.cat([run.step([(0, ids[a:b].tolist())])[0] for a, b in pairwise(bounds)])
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_frequencies_stand_in_the_configuration_and_ones_do_not(tmp_path: Path) -> None:
+    for name, divisors in (("scaled", (1.0, 2.0, 4.0, 8.0)), ("plain", (1.0,))):
+        write_tiny_gguf(tmp_path / name, extra_tensors=frequencies(*divisors))
+        config = ModelConfig.from_dict(open_gguf(tmp_path / name).config(), name="m", revision="r")
+        plain = inverse_frequencies(Rope(50000.0), HEAD_DIM)
+        found = inverse_frequencies(config.rope, HEAD_DIM)
+        assert torch.allclose(found, plain / torch.tensor(divisors), rtol=1e-6)
+        assert config.rope.attention_factor == 1.0
+        assert config.rope.kind == ("longrope" if name == "scaled" else "default")
+
+
+def test_a_bias_that_some_projections_lack_is_named(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "m", extra_tensors={"blk.0.attn_q.bias": np.ones(32, "f4")})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DamagedModel, match=r"layers\.0\.self_attn\.k_proj\.bias, one of 7"):
+        convert_gguf(tmp_path / "m", tmp_path / "out", "tiny", ORIGIN, no_progress)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("write", "named"),
     [
         (lambda p: write_tiny_gguf(p, architecture="mamba"), "mamba"),
-        (lambda p: write_tiny_gguf(p, extra={"llama.rope.scaling.type": "yarn"}), "yarn"),
+        (lambda p: write_tiny_gguf(p, extra=scaled("su")), "'su'"),
+        (lambda p: write_tiny_gguf(p, extra=scaled("linear", factor=2.0, attn_factor=0.5)), "0.5"),
+        (lambda p: write_tiny_gguf(p, extra=scaled("yarn", yarn_ext_factor=0.5)), "ext_factor"),
+        (
+            lambda p: write_tiny_gguf(
+                p, extra=scaled("linear", factor=2.0), extra_tensors=frequencies(2.0)
+            ),
+            "together with rope of type 'linear'",
+        ),
+        (lambda p: write_tiny_gguf(p, extra={"llama.logit_scale": 0.5}), "logit_scale 0.5"),
+        (
+            lambda p: write_tiny_gguf(p, extra={"llama.attention.sliding_window": 64}),
+            "window of 64",
+        ),
         (lambda p: write_tiny_gguf(p, extra={"llama.attention.value_length": 16}), "lengths"),
         (
-            lambda p: write_tiny_gguf(p, extra_tensors={"rope_freqs.weight": np.ones(4, "f4")}),
-            "rope_freqs",
+            lambda p: write_tiny_gguf(
+                p, architecture="qwen3", extra_tensors={"blk.0.ffn_up.bias": np.ones(64, "f4")}
+            ),
+            "mlp_bias",
         ),
         (
-            lambda p: write_tiny_gguf(p, extra_tensors={"blk.0.attn_q.bias": np.ones(32, "f4")}),
-            "attention_bias",
+            lambda p: write_tiny_gguf(
+                p, extra_tensors={"blk.0.attn_q_norm.weight": np.ones(8, "f4")}
+            ),
+            "q_norm",
+        ),
+        (
+            lambda p: write_tiny_gguf(
+                p, extra_tensors={"rope_factors_long.weight": np.ones(4, "f4")}
+            ),
+            "rope_factors_long",
         ),
         (
             lambda p: write_tiny_gguf(

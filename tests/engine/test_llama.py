@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from kvferry.engine.models.config import ModelConfig, ModelError
+from kvferry.engine.models.config import DamagedModel, ModelConfig, ModelError, UnsupportedModel
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import (
     MisshapedTensor,
@@ -19,14 +20,17 @@ from kvferry.engine.models.loading import (
     random_model,
 )
 from kvferry.engine.weights.reader import MissingTensor
-from tests.engine.paged_model import KINDS, VOCAB_SIZE, PagedSequences, save, small_reference
+from tests.engine.paged_model import PagedSequences, save
+from tests.parity.variants import VARIANTS, VOCAB_SIZE, random_reference
+
+KINDS = tuple(VARIANTS)
 
 References = dict[str, tuple[Any, Path]]
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    models = {kind: small_reference(kind) for kind in KINDS}
+    models = {kind: random_reference(kind) for kind in KINDS}
     root = tmp_path_factory.mktemp("checkpoints")
     return {kind: (model, save(model, root / kind)) for kind, model in models.items()}
 
@@ -81,7 +85,7 @@ def schedules(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     return steps
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedules(), st.sampled_from(KINDS), st.integers(1, 20), st.integers(0, 2**31))
 def test_logits_equal_transformers_in_mixed_batches(
     references: References,
@@ -118,7 +122,7 @@ def test_bfloat16_stays_near_float32_as_transformers_does(
     run = PagedSequences(load_model(folder, "bfloat16"), 8, seed=0, kv_dtype="bfloat16")
     found = in_chunks(run, ids, [20, 9])
     assert found.dtype == torch.float32
-    twin = small_reference(kind).to(torch.bfloat16)
+    twin = random_reference(kind).to(torch.bfloat16)
     their_error = (expected_logits(twin, ids) - exact).abs().mean()
     assert (found - exact).abs().mean() < 1.5 * their_error
     assert (found - exact).abs().max() < 0.3 * exact.std()
@@ -135,7 +139,7 @@ def test_chunked_prefill_equals_whole_prefill() -> None:
 
 def small_model(dtype: ModelDtype, seed: int = 0) -> LlamaModel:
     config = ModelConfig.from_dict(
-        small_reference("qwen2").config.to_dict(), name="small", revision="none"
+        random_reference("qwen2").config.to_dict(), name="small", revision="none"
     )
     return random_model(config, seed, dtype)
 
@@ -172,13 +176,76 @@ def test_a_misshaped_tensor_is_an_error_that_names_it_and_both_shapes(
     assert isinstance(caught.value, ModelError)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.bias"),
+        ("llama", "model.layers.1.mlp.down_proj.bias"),
+        ("llama", "model.layers.2.self_attn.q_norm.weight"),
+        ("qwen2", "model.layers.0.self_attn.o_proj.bias"),
+        ("mistral", "model.layers.0.mlp.experts.0.w1.weight"),
+        ("qwen3", "model.layers.3.input_layernorm.weight"),
+    ],
+)
+def test_a_tensor_that_nothing_would_read_is_refused(
+    references: References, tmp_path: Path, kind: str, name: str
+) -> None:
+    folder = damage(references[kind][1], tmp_path, name, torch.zeros(48))
+    with pytest.raises(UnsupportedModel, match=name.replace(".", r"\.")):
+        load_model(folder, "float32")
+
+
+def test_a_missing_bias_or_norm_is_an_error_that_names_it(
+    references: References, tmp_path: Path
+) -> None:
+    for number, (kind, name) in enumerate(
+        [
+            ("llama-biases", "model.layers.1.mlp.gate_proj.bias"),
+            ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+            ("qwen3", "model.layers.2.self_attn.k_norm.weight"),
+        ]
+    ):
+        (tmp_path / str(number)).mkdir()
+        folder = damage(references[kind][1], tmp_path / str(number), name, None)
+        with pytest.raises(MissingTensor, match=name.replace(".", r"\.")):
+            load_model(folder, "float32")
+
+
+def test_stored_frequencies_are_ignored(references: References, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = damage(references["llama"][1], tmp_path, name, torch.full((4,), 9.0))
+    ids = tokens(7, 20)
+    found = in_chunks(PagedSequences(load_model(folder, "float32"), 4, seed=0), ids, [])
+    assert (found - expected_logits(references["llama"][0], ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_stored_beside_a_tied_embedding_counts_where_it_differs_as_in_transformers(
+    references: References, tmp_path: Path, differs: bool
+) -> None:
+    embedding = references["llama-tied"][0].model.embed_tokens.weight.detach()
+    head = embedding.flip(0).contiguous() if differs else embedding.clone()
+    folder = damage(references["llama-tied"][1], tmp_path, "lm_head.weight", head)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model, ids = load_model(folder, "float32"), tokens(8, 20)
+    found = in_chunks(PagedSequences(model, 4, seed=0), ids, [])
+    assert (found - expected_logits(theirs, ids)).abs().max() < 1e-4
+    assert (model.weights.head is model.weights.embedding) == (not differs)
+
+
+def test_a_missing_head_says_what_it_could_be(references: References, tmp_path: Path) -> None:
+    folder = damage(references["mistral"][1], tmp_path, "lm_head.weight", None)
+    with pytest.raises(DamagedModel, match="tie_word_embeddings"):
+        load_model(folder, "float32")
+
+
 def damage(folder: Path, target: Path, name: str, value: torch.Tensor | None) -> Path:
-    """A copy of a checkpoint with one tensor replaced, or removed."""
+    """A copy of a checkpoint with one tensor replaced, added or removed."""
     tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
+    tensors.pop(name, None)
     if value is not None:
         tensors[name] = value
-    save_file(tensors, target / "model.safetensors")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
     return target
 

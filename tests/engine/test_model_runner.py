@@ -34,7 +34,8 @@ from tests.engine.generation import (
     small_model,
     step,
 )
-from tests.engine.paged_model import VOCAB_SIZE, PagedSequences
+from tests.engine.paged_model import PagedSequences
+from tests.parity.variants import VOCAB_SIZE
 
 
 def test_copies_are_made_before_the_step_writes() -> None:
@@ -234,9 +235,18 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"ffn_size": 2000}, {"vocab_size": 5000}, {"max_model_len": 2000}]
+    "shape",
+    [
+        {},
+        {"ffn_size": 2000},
+        {"ffn_size": 2000, "mlp_bias": True},
+        {"vocab_size": 5000},
+        {"max_model_len": 2000},
+        {"max_model_len": 2000, "layer_windows": (1900, None, 50)},
+        {"qk_norm": True, "head_dim": 64},
+    ],
 )
-def test_a_maximal_step_stays_below_the_profiled_peak(shape: dict[str, int]) -> None:
+def test_a_maximal_step_stays_below_the_profiled_peak(shape: dict[str, Any]) -> None:
     model = small_model(**shape)
     layout = kv_layout(model.config, BLOCK_SIZE, "float32")
     blocks = layout.num_blocks_for(model.config.max_model_len)

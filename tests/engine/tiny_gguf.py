@@ -41,8 +41,13 @@ def vocabulary() -> list[str]:
     return [*SPECIAL, *byte_alphabet(), *(m.replace(" ", "") for m in MERGES)]
 
 
-def hf_tensors(seed: int = 0) -> dict[str, NDArray[np.float32]]:
-    """Random weights under Hugging Face names, outermost dimension first."""
+def hf_tensors(
+    seed: int = 0, architecture: str = "llama", biases: bool = False
+) -> dict[str, NDArray[np.float32]]:
+    """Random weights under Hugging Face names, outermost dimension first.
+
+    ``biases`` gives every projection of a Llama one; Qwen2 always has its three.
+    """
     random = np.random.default_rng(seed)
     vocab = len(vocabulary())
     shapes: dict[str, tuple[int, ...]] = {
@@ -62,6 +67,13 @@ def hf_tensors(seed: int = 0) -> dict[str, NDArray[np.float32]]:
             f"{stem}.mlp.up_proj.weight": (FFN, HIDDEN),
             f"{stem}.mlp.down_proj.weight": (HIDDEN, FFN),
         }
+        if architecture == "qwen3":
+            shapes |= {f"{stem}.self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
+        attention = ("q_proj", "k_proj", "v_proj", *(["o_proj"] if biases else []))
+        biased = [f"{stem}.self_attn.{name}" for name in attention]
+        biased += [f"{stem}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj") if biases]
+        if biases or architecture == "qwen2":
+            shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
@@ -73,6 +85,8 @@ GGUF_NAMES = {
     "q_proj": "attn_q",
     "k_proj": "attn_k",
     "v_proj": "attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
     "o_proj": "attn_output",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
@@ -106,13 +120,14 @@ def write_tiny_gguf(
     quantised: tuple[str, ...] = (),
     extra: dict[str, Any] | None = None,
     extra_tensors: dict[str, NDArray[np.float32]] | None = None,
+    biases: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
     """Write the model; returns its tensors under Hugging Face names, before quantisation.
 
     ``quantised`` names tensors (Hugging Face) to be stored as Q8_0; ``extra`` adds integer, float
     or string keys.
     """
-    tensors = hf_tensors(seed)
+    tensors = hf_tensors(seed, architecture, biases)
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)

@@ -19,6 +19,7 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     seed: int
+    window: int | None = None
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from([2, 8, 64])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=draw(st.integers(0, 2**31)),
+        window=draw(st.one_of(st.none(), st.integers(1, 40), st.just(1000))),
     )
 
 
@@ -88,17 +90,20 @@ def build(case: Case) -> Batch:
     )
 
 
-def dense_attention(batch: Batch, group: int, softmax_scale: float) -> torch.Tensor:
+def dense_attention(
+    batch: Batch, group: int, softmax_scale: float, window: int | None
+) -> torch.Tensor:
     """The definition, one query and one head at a time, in float64."""
     out = torch.zeros(batch.q.shape, dtype=torch.float64)
     bounds = batch.cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(batch.seq_lens.tolist()):
         first, last = bounds[seq], bounds[seq + 1]
         for row in range(first, last):
-            visible = seq_len - (last - row) + 1
+            end = seq_len - (last - row) + 1
+            visible = slice(0 if window is None else max(0, end - window), end)
             for head in range(batch.q.shape[1]):
-                keys = batch.k[seq][:visible, head // group].double()
-                values = batch.v[seq][:visible, head // group].double()
+                keys = batch.k[seq][visible, head // group].double()
+                values = batch.v[seq][visible, head // group].double()
                 scores = keys @ batch.q[row, head].double() * softmax_scale
                 out[row, head] = scores.softmax(0) @ values
     return out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -9,7 +10,7 @@ from tests.kernels.dense import LAYER, Batch, Case, build, cases, dense_attentio
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-def attend(batch: Batch, scale: float) -> torch.Tensor:
+def attend(batch: Batch, scale: float, window: int | None = None) -> torch.Tensor:
     return reference.paged_attention(
         batch.q,
         batch.pool,
@@ -18,6 +19,7 @@ def attend(batch: Batch, scale: float) -> torch.Tensor:
         batch.cu_seqlens_q,
         batch.seq_lens,
         scale,
+        window,
     )
 
 
@@ -26,9 +28,9 @@ def attend(batch: Batch, scale: float) -> torch.Tensor:
 def test_equals_dense_attention_and_reads_no_slot_behind_the_sequence(case: Case) -> None:
     batch = build(case)
     scale = 0.8 * case.head_dim**-0.5
-    found = attend(batch, scale)
+    found = attend(batch, scale, case.window)
     assert found.dtype == case.dtype and found.shape == batch.q.shape
-    error = (found.double() - dense_attention(batch, case.group, scale)).abs().max()
+    error = (found.double() - dense_attention(batch, case.group, scale, case.window)).abs().max()
     assert error <= TOLERANCE[case.dtype]
 
 
@@ -36,7 +38,7 @@ def test_equals_dense_attention_and_reads_no_slot_behind_the_sequence(case: Case
 @given(cases())
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
     batch = build(case)
-    together = attend(batch, 0.3)
+    together = attend(batch, 0.3, case.window)
     for seq in range(len(batch.seq_lens)):
         first, last = batch.cu_seqlens_q[seq : seq + 2].tolist()
         alone = reference.paged_attention(
@@ -47,6 +49,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
             torch.tensor([0, last - first]),
             batch.seq_lens[seq : seq + 1],
             0.3,
+            case.window,
         )
         assert torch.equal(alone, together[first:last])
 
@@ -58,6 +61,16 @@ def test_a_sequence_without_queries_is_skipped() -> None:
     batch.block_tables = batch.block_tables[[0, 0, 1]]
     batch.seq_lens = torch.tensor([7, 0, 3])
     assert torch.equal(attend(batch, 1.0), both)
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_blocks_behind_the_window_are_not_read(query_len: int) -> None:
+    batch = build(Case(((30 - query_len, query_len),), 4, 2, 1, 8, torch.float32, seed=3))
+    before = attend(batch, 0.5, window=6)
+    oldest = 30 - query_len - 6 + 1
+    batch.block_tables[0, : oldest // 4] = 1_000_000  # no such block
+    batch.pool[batch.block_tables[0, oldest // 4], LAYER, :, :, : oldest % 4] = torch.nan
+    assert torch.equal(attend(batch, 0.5, window=6), before)
 
 
 def test_only_the_named_layer_is_read() -> None:

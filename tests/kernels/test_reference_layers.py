@@ -27,6 +27,16 @@ def test_rms_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_is_that_of_each_head(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8).to(dtype)
+    heads = (torch.randn(5, 3, 8) * 3).to(dtype)
+    found = reference.rms_norm(heads, weight, 1e-5)
+    for head in range(3):
+        assert torch.equal(found[:, head], reference.rms_norm(heads[:, head], weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("theta", [10000.0, 100000.0])
 def test_rope_has_the_bits_of_transformers(dtype: torch.dtype, theta: float) -> None:
     torch.manual_seed(0)
@@ -41,17 +51,19 @@ def test_rope_has_the_bits_of_transformers(dtype: torch.dtype, theta: float) -> 
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     heads_first = x.transpose(0, 1)[None]
     expected, _ = apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
-    tables = reference.rope_tables(positions, 64, theta, dtype)
+    inv_freq = 1.0 / (theta ** (torch.arange(0, 64, 2).float() / 64))
+    tables = reference.rope_tables(positions, inv_freq, 1.0, dtype)
     assert torch.equal(reference.rope(x, *tables), expected[0].transpose(0, 1))
 
 
-def test_rope_rotates_each_pair_by_its_angle() -> None:
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_rope_rotates_each_pair_by_its_angle_and_stretches_it(factor: float) -> None:
     x = torch.zeros(1, 1, 8)
     x[0, 0, 1] = 1.0
-    tables = reference.rope_tables(torch.tensor([3]), 8, 100.0, torch.float32)
-    angle = 3 * 100.0 ** (-2 / 8)
+    inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.03])
+    tables = reference.rope_tables(torch.tensor([3]), inv_freq, factor, torch.float32)
     expected = torch.zeros(8)
-    expected[1], expected[5] = math.cos(angle), math.sin(angle)
+    expected[1], expected[5] = factor * math.cos(0.9), factor * math.sin(0.9)
     assert torch.allclose(reference.rope(x, *tables)[0, 0], expected, atol=1e-6)
 
 
