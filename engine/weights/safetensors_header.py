@@ -11,7 +11,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvferry.engine.models.checkpoint import (
     DamagedModel,
@@ -100,7 +100,7 @@ def read_header(file: Path) -> Header:
 def _tensor(file: Path, name: str, entry: Any, base: int) -> StoredTensor:
     if not isinstance(entry, dict):
         raise DamagedModel(f"{file}: tensor {shown(name)} is {shown(entry)}, wanted an object")
-    dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise DamagedModel(f"{file}: tensor {shown(name)} has the unknown type {shown(dtype)}")
     if not _counts(shape) or len(shape) > _MAX_DIMS:
@@ -118,7 +118,7 @@ def _tensor(file: Path, name: str, entry: Any, base: int) -> StoredTensor:
     return StoredTensor(dtype, tuple(shape), base + begin, base + end)
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: Any) -> TypeGuard[list[int]]:
     """Whether it is a list of whole numbers of 64 bits."""
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in value

@@ -7,6 +7,9 @@ next one that holds the lock. What is present is used without the network.
     CACHE/models/NAME.vN/   config.json, model.safetensors, tokenizer.json, …, source/FILE.gguf
     CACHE/locks/NAME.lock
 
+Models of the Hugging Face Hub stay in the Hub's own cache (``hub``); GGUF files of it are
+converted into this one.
+
 Reads no environment: callers pass the cache folder (``default_cache_dir`` computes it from a
 mapping). Errors, beside those of ``models.config`` and ``files``: ModelMissing, CacheUnusable.
 """
@@ -14,6 +17,7 @@ mapping). Errors, beside those of ``models.config`` and ``files``: ModelMissing,
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engine.models.checkpoint import DamagedModel, ModelError, read_object
-from kvferry.engine.models.config import MANIFEST_FILE
+from kvferry.engine.models.checkpoint import DamagedModel, ModelError, read_object, shown
+from kvferry.engine.models.identity import MANIFEST_FILE, identify
 from kvferry.engine.weights.catalog import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
@@ -44,6 +48,9 @@ from kvferry.engine.weights.files import (
     no_progress,
     sync_folder,
 )
+from kvferry.engine.weights.hub import cached_models, parse_name
+from kvferry.engine.weights.hub import fetch as fetch_from_hub
+from kvferry.engine.weights.hub_snapshot import PICKLE_SUFFIXES, HubModel
 from kvferry.engine.weights.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 
@@ -98,26 +105,42 @@ class ModelStore:
         path: str | Path | None = None,
         progress: Progress = no_progress,
         allow_download: bool = True,
+        revision: str | None = None,
+        refresh: bool = False,
     ) -> ModelFolder:
         """The folder of a model given by name or by path; both None is the default model.
 
-        A path is a folder in Hugging Face layout or a GGUF file; a name that the catalog does not
-        have is tried as a path. Raises ModelMissing, ChecksumMismatch, CacheUnusable,
-        DamagedModel or UnsupportedModel.
+        A path is a folder in Hugging Face layout or a GGUF file. A name that the catalog does not
+        have is tried as a path, then as a repository of the Hugging Face Hub (``ORG/NAME``, or
+        ``ORG/NAME/FILE.gguf`` for one file of it), of which ``revision`` names a branch, tag or
+        commit and ``refresh`` asks whether the branch moved. Raises ModelMissing,
+        ChecksumMismatch, CacheUnusable, DamagedModel or UnsupportedModel.
         """
         if path is None and name is not None and name not in self._catalog:
-            if not Path(name).exists():
-                raise ModelMissing(
-                    f"model {name!r} is neither a known name ({', '.join(self._catalog)}) nor a "
-                    "local folder or .gguf file; give one of these"
-                )
+            if not os.path.lexists(Path(name).expanduser()):
+                wanted = parse_name(name)
+                if wanted is None:
+                    raise ModelMissing(
+                        f"model {shown(name)} is neither a known name "
+                        f"({', '.join(self._catalog)}), nor a local folder or .gguf file, nor "
+                        "ORG/NAME of the Hugging Face Hub; give one of these"
+                    )
+                return self._hub(wanted, revision, progress, allow_download, refresh)
             name, path = None, name
+        if revision is not None:
+            raise ModelMissing(
+                f"revision {revision!r} is given, but {path or name or DEFAULT_MODEL} is no model "
+                "of the Hugging Face Hub and has none; leave it out"
+            )
         if path is not None:
             return self._local(Path(path).expanduser(), name, progress)
         return self._known(self._catalog[name or DEFAULT_MODEL], progress, allow_download)
 
     def stored(self) -> list[StoredModel]:
-        """Known models, fetched or not, then converted GGUF files; reads manifests only."""
+        """Known models, fetched or not, then converted GGUF files, then the Hub's cache.
+
+        Reads manifests and configurations only.
+        """
         found: list[StoredModel] = []
         for model in self._catalog.values():
             folder = self._folder(model.name)
@@ -132,6 +155,9 @@ class ModelStore:
                 manifest = _manifest(folder)
                 name, source = str(manifest.get("name")), str(manifest.get("source"))
                 found.append(StoredModel(name, folder, source, folder_bytes(folder)))
+        for cached in cached_models():
+            source = f"Hugging Face, {', '.join(cached.revisions)}"
+            found.append(StoredModel(cached.repository, cached.folder, source, cached.num_bytes))
         return found
 
     @property
@@ -149,14 +175,31 @@ class ModelStore:
         if not (path / "config.json").exists():
             raise DamagedModel(f"{path}: no config.json; wanted a folder in Hugging Face layout")
         if not any((path / file).exists() for file in (SINGLE_FILE, INDEX_FILE)):
-            raise DamagedModel(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE}")
-        manifest = _manifest(path)
-        return ModelFolder(path, str(manifest.get("name") or path.resolve().name), _gguf(path))
+            pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLE_SUFFIXES)
+            never = f"; {', '.join(pickles[:3])} may hold code and is never opened: convert it to "
+            instead = f"{never}safetensors" if pickles else ""
+            raise DamagedModel(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE}{instead}")
+        return ModelFolder(path, identify(path).name, _gguf(path))
 
-    def _local_gguf(self, path: Path, name: str, progress: Progress) -> ModelFolder:
+    def _hub(
+        self,
+        wanted: HubModel,
+        revision: str | None,
+        progress: Progress,
+        allow_download: bool,
+        refresh: bool,
+    ) -> ModelFolder:
+        found = fetch_from_hub(wanted, revision, progress, allow_download, refresh)
+        if wanted.file is None:
+            return ModelFolder(found, wanted.repository)
+        return self._local_gguf(found, str(wanted), progress, f"Hugging Face, {found}")
+
+    def _local_gguf(
+        self, path: Path, name: str, progress: Progress, source: str | None = None
+    ) -> ModelFolder:
         digest = file_sha256(path, progress)
         folder = self._folder(f"gguf-{digest[:32]}")
-        origin = {"source": str(path.resolve()), "gguf_sha256": digest}
+        origin = {"source": source or str(path.resolve()), "gguf_sha256": digest}
 
         def fill(target: Path) -> None:
             convert_gguf(path, target, name, origin, progress)
@@ -251,17 +294,23 @@ def resolve_model(
     cache_dir: Path,
     progress: Progress = no_progress,
     allow_download: bool = True,
+    revision: str | None = None,
 ) -> ModelFolder:
     """``ModelStore.resolve`` with the built-in catalog."""
-    return ModelStore(cache_dir).resolve(name, path, progress, allow_download)
+    return ModelStore(cache_dir).resolve(name, path, progress, allow_download, revision)
 
 
-def pull(name: str, cache_dir: Path, progress: Progress = no_progress) -> ModelFolder:
-    """Fetch and convert a known model unless it is there."""
-    if name not in KNOWN_MODELS:
+def pull(
+    name: str, cache_dir: Path, progress: Progress = no_progress, revision: str | None = None
+) -> ModelFolder:
+    """Fetch a known model, or one of the Hugging Face Hub at its newest, unless it is there."""
+    if name not in KNOWN_MODELS and parse_name(name) is None:
         known = ", ".join(KNOWN_MODELS)
-        raise ModelMissing(f"model {name!r} cannot be fetched, only: {known}")
-    return ModelStore(cache_dir).resolve(name, None, progress)
+        raise ModelMissing(
+            f"model {shown(name)} cannot be fetched, only: {known}, or ORG/NAME of the Hugging "
+            "Face Hub"
+        )
+    return ModelStore(cache_dir).resolve(name, None, progress, revision=revision, refresh=True)
 
 
 def list_models(cache_dir: Path) -> list[StoredModel]:
