@@ -24,7 +24,7 @@ from kvferry.engine.weights.gguf_tokenizer import build_tokenizer, tokenizer_con
 from kvferry.engine.weights.safetensors_header import SINGLE_FILE
 
 #: Raised when the same source gives other files, so that older conversions are made again.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 _HEADER_ALIGNMENT = 64
 

