@@ -42,6 +42,7 @@ def convert_gguf(
     revision = model_revision(str(origin["gguf_sha256"]))
     ModelConfig.from_dict(config, model.generation_config(), name=name, revision=revision)
     tokenizer = build_tokenizer(model)
+    described = tokenizer_config(model)
     manifest = {
         "name": name,
         "revision": revision,
@@ -51,7 +52,7 @@ def convert_gguf(
     write_bytes(target / "config.json", _json(config))
     write_bytes(target / "generation_config.json", _json(model.generation_config()))
     write_bytes(target / "tokenizer.json", tokenizer.to_str().encode())
-    write_bytes(target / "tokenizer_config.json", _json(tokenizer_config(model)))
+    write_bytes(target / "tokenizer_config.json", _json(described))
     if model.chat_template is not None:
         write_bytes(target / "chat_template.jinja", model.chat_template.encode())
     write_safetensors(

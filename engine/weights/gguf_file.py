@@ -75,8 +75,8 @@ class GGUFFile:
                 values: NDArray[np.float32] = dequantize(rows, tensor.kind)
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"{self.path}: tensor {shown(name)} is stored as {tensor.kind.name}, which cannot be "
-                "dequantised; use a file quantised as Q4_0, Q4_1, Q5_x, Q8_0, K-quants or F16"
+                f"{self.path}: tensor {shown(name)} is stored as {tensor.kind.name}, which cannot "
+                "be dequantised; use a file quantised as Q4_0, Q4_1, Q5_x, Q8_0, K-quants or F16"
             ) from error
         return values.reshape(tensor.shape)
 
@@ -170,8 +170,8 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizatio
         kind = GGMLQuantizationType(number)
     except ValueError as error:
         raise UnsupportedModel(
-            f"{cursor.path}: tensor {shown(name)} has storage type {number}, unknown to the installed "
-            "gguf package"
+            f"{cursor.path}: tensor {shown(name)} has storage type {number}, unknown to the "
+            "installed gguf package"
         ) from error
     return name, tuple(reversed(innermost_first)), kind, cursor.unpack("<Q")
 
@@ -185,8 +185,8 @@ def _place(
     end = begin + math.prod(shape) // block * block_bytes
     if end > cursor.size:
         raise DamagedModel(
-            f"{cursor.path}: tensor {shown(name)} ends at byte {end}, but the file has {cursor.size}; "
-            "it is truncated: fetch it again"
+            f"{cursor.path}: tensor {shown(name)} ends at byte {end}, but the file has "
+            f"{cursor.size}; it is truncated: fetch it again"
         )
     return GGUFTensor(shape, kind, begin, end)
 

@@ -46,8 +46,8 @@ class GGUFModel:
         self._architecture = self._text("general.architecture")
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.path}: architecture {shown(self._architecture)} is not supported; supported: "
-                f"{', '.join(_ARCHITECTURES)}"
+                f"{self.path}: architecture {shown(self._architecture)} is not supported; "
+                f"supported: {', '.join(_ARCHITECTURES)}"
             )
         self._gguf_names = {_hf_name(self.path, name): name for name in file.tensors}
         if len(self._gguf_names) != len(file.tensors):
