@@ -61,7 +61,7 @@ def check_snapshot(repository: str, folder: Path, pull: str | None = None) -> No
         for needed in ("config.json", "tokenizer.json"):
             file_size(folder / needed)
         shards = [folder / SINGLE_FILE]
-        if (folder / INDEX_FILE).exists():
+        if os.path.lexists(folder / INDEX_FILE):
             shards = list(read_index(folder))
         for shard in shards:
             _check_link(shard)

@@ -7,6 +7,7 @@ before it is used.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -114,9 +115,9 @@ def open_weights(folder: str | Path) -> WeightReader:
     Raises DamagedModel for files that are missing, truncated or malformed.
     """
     root = Path(folder)
-    if (root / INDEX_FILE).exists():
+    if os.path.lexists(root / INDEX_FILE):
         return WeightReader(dict(read_index(root)))
-    if (root / SINGLE_FILE).exists():
+    if os.path.lexists(root / SINGLE_FILE):
         return WeightReader({root / SINGLE_FILE: None})
     raise DamagedModel(f"{root}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
