@@ -190,6 +190,12 @@ def test_a_local_folder_is_used_where_it_lies(shelf: Shelf) -> None:
         empty.resolve(path=made.path)
 
 
+def test_a_revision_of_what_has_none_is_refused(shelf: Shelf, tmp_path: Path) -> None:
+    for arguments in ({"name": KNOWN}, {"path": tmp_path}, {}):
+        with pytest.raises(ModelMissing, match="revision 'v1' is given"):
+            shelf.store().resolve(**arguments, revision="v1")
+
+
 def test_an_unknown_name_or_path_names_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(ModelMissing, match=DEFAULT_MODEL):
         resolve_model("no-such-model", None, tmp_path)
@@ -206,7 +212,7 @@ def test_the_list_shows_known_models_and_converted_files(shelf: Shelf, tmp_path:
     after, mine = shelf.store().stored()
     assert (after.folder, after.num_bytes) == (folder, sum(map(len, content(folder).values())))
     assert (mine.name, mine.source) == ("mine", str(tmp_path / "mine.gguf"))
-    assert [m.name for m in list_models(tmp_path / "none")] == [DEFAULT_MODEL]
+    assert list_models(tmp_path / "none")[0].name == DEFAULT_MODEL
 
 
 def test_a_cache_that_cannot_be_written_is_named(shelf: Shelf) -> None:
