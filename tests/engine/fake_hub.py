@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -90,10 +90,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._revision(match[1], lambda: self._file(match[2]))
         self._refuse(404, "RepoNotFound")
 
-    def _revision(self, revision: str, answer: Any) -> None:
+    def _revision(self, revision: str, answer: Callable[[], None]) -> None:
         if revision in (*self.hub.branches, self.hub.commit):
-            return answer()
-        self._refuse(404, "RevisionNotFound")
+            answer()
+        else:
+            self._refuse(404, "RevisionNotFound")
 
     def _info(self) -> None:
         siblings = [{"rfilename": n, "size": len(c)} for n, c in self.hub.files.items()]
