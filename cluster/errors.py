@@ -23,7 +23,7 @@ here::
     ├── Internal
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
-    └── ModelError                      engine.models.checkpoint
+    └── ModelError                      engine.models.errors
         ├── UnsupportedModel
         ├── DamagedModel
         └── ModelMissing                engine.weights.files

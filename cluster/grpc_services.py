@@ -126,11 +126,7 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         """Token ids of a text or conversation."""
         intake: Intake = self._node.intake
         try:
-            intake.check_model(request.model)
-            if request.WhichOneof("input") == "chat":
-                ids = await asyncio.to_thread(intake.tokenize_chat, request.chat)
-            else:
-                ids = await asyncio.to_thread(intake.tokenize, request.text)
+            ids = await asyncio.to_thread(intake.tokenize_input, request)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         return pb.TokenizeResponse(token_ids=ids, max_model_len=intake.model.max_model_len)

@@ -107,6 +107,12 @@ class Intake:
         """Token ids of a raw text, with the token that the model wants before a document."""
         return self.tokenizer.encode(text, add_special_tokens=True)
 
+    def tokenize_input(self, request: pb.TokenizeRequest) -> list[int]:
+        """Token ids of a text or conversation, as ``prepare`` would take it."""
+        self.check_model(request.model)
+        is_chat = request.WhichOneof("input") == "chat"
+        return self.tokenize_chat(request.chat) if is_chat else self.tokenize(request.text)
+
     def tokenize_chat(self, chat: pb.ChatInput) -> list[int]:
         """Token ids of a conversation; its template writes every special token itself."""
         return self.tokenizer.encode(self.chat_text(chat), add_special_tokens=False)

@@ -25,10 +25,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvferry.engine.models.checkpoint import (
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
-    DamagedModel,
     read_object,
     read_text,
 )
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.request import InvalidRequest
 
 MAX_MESSAGES = 4096

@@ -15,13 +15,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvferry.engine.models.checkpoint import (
-    MAX_TOKENIZER_BYTES,
-    DamagedModel,
-    UnsupportedModel,
-    read_text,
-)
+from kvferry.engine.models.checkpoint import MAX_TOKENIZER_BYTES, read_text
 from kvferry.engine.models.config import read_eos_token_ids
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.request import InvalidRequest
 
 TOKENIZER_FILE = "tokenizer.json"

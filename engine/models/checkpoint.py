@@ -1,16 +1,8 @@
 """The small files of a checkpoint: read whole, within bounds, and trusted in nothing.
 
-Owns the errors of a model's files, and how a file is opened (a regular one, not larger than its
-limit: a pipe, a device or a folder in its place neither blocks nor fills memory) and JSON is read
-(an object, no key twice, finite numbers, no depth that exhausts the stack). Does not know what a
-key means.
-
-Errors::
-
-    KVFerryError
-      ModelError
-        UnsupportedModel   the checkpoint is whole, but asks for something we do not compute
-        DamagedModel       a file is missing, truncated, or holds what it must not
+Owns how a file is opened (a regular one, not larger than its limit: a pipe, a device or a folder in
+its place neither blocks nor fills memory) and JSON is read (an object, no key twice, finite
+numbers, no depth that exhausts the stack). Does not know what a key means. Raises DamagedModel.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvferry.kv_cache.errors import KVFerryError
+from kvferry.engine.models.errors import DamagedModel
 
 #: Limits in bytes, far above any file seen, far below what would hurt.
 MAX_CONFIG_BYTES = 4 << 20
@@ -32,18 +24,6 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 _SHOWN_CHARS = 80
 _SHOWN_ITEMS = 8
-
-
-class ModelError(KVFerryError):
-    """A model's files cannot be used; names the file."""
-
-
-class UnsupportedModel(ModelError):
-    """The checkpoint asks for something the decoder does not compute; names what is supported."""
-
-
-class DamagedModel(ModelError):
-    """A model file is missing, truncated or holds impossible values; names file and place."""
 
 
 def shown(value: object) -> str:

@@ -2,7 +2,7 @@
 
 Owns the reading of ``config.json`` and ``generation_config.json`` and the refusal of what the
 decoder cannot compute. Does not know weights (``identity`` samples them) and imports no torch.
-Errors are those of ``checkpoint``.
+Errors are those of ``errors``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvferry.engine.models.checkpoint import DamagedModel as DamagedModel
-from kvferry.engine.models.checkpoint import ModelError as ModelError
-from kvferry.engine.models.checkpoint import UnsupportedModel as UnsupportedModel
 from kvferry.engine.models.checkpoint import read_object, shown
-from kvferry.engine.models.identity import MANIFEST_FILE as MANIFEST_FILE
-from kvferry.engine.models.identity import identify
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
+from kvferry.engine.models.identity import MANIFEST_FILE, identify
+
+__all__ = [
+    "MANIFEST_FILE",
+    "SUPPORTED_ARCHITECTURES",
+    "DamagedModel",
+    "ModelConfig",
+    "ModelError",
+    "UnsupportedModel",
+    "read_eos_token_ids",
+]
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 

@@ -12,13 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.engine.models.checkpoint import (
-    MAX_CONFIG_BYTES,
-    DamagedModel,
-    file_size,
-    read_bytes,
-    read_object,
-)
+from kvferry.engine.models.checkpoint import MAX_CONFIG_BYTES, file_size, read_bytes, read_object
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.weights.safetensors_header import read_header
 
 MANIFEST_FILE = "kvferry-manifest.json"

@@ -19,7 +19,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from kvferry.engine.models.checkpoint import DamagedModel, UnsupportedModel, file_size, shown
+from kvferry.engine.models.checkpoint import file_size, shown
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 
 Value: TypeAlias = "int | float | bool | str | list[Any]"
 

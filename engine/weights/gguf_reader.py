@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.models.checkpoint import DamagedModel, UnsupportedModel, shown
+from kvferry.engine.models.checkpoint import shown
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.weights.gguf_file import GGUFFile, read_gguf
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}

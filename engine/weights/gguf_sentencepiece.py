@@ -10,7 +10,8 @@ import math
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvferry.engine.models.checkpoint import DamagedModel, shown
+from kvferry.engine.models.checkpoint import shown
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.weights.gguf_reader import GGUFModel
 
 # Finding the merges takes time with the square of a piece's length; real ones have up to 64.

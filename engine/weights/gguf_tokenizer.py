@@ -11,7 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from kvferry.engine.models.checkpoint import DamagedModel, UnsupportedModel, shown
+from kvferry.engine.models.checkpoint import shown
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.weights.gguf_reader import GGUFModel
 from kvferry.engine.weights.gguf_sentencepiece import sentencepiece_tokenizer
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvferry.engine.models.checkpoint import DamagedModel, ModelError
+from kvferry.engine.models.errors import DamagedModel, ModelError
 from kvferry.engine.weights.files import ModelMissing, Progress
 from kvferry.engine.weights.hub_download import download
 from kvferry.engine.weights.hub_snapshot import (

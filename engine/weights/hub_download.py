@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvferry.engine.models.checkpoint import DamagedModel, UnsupportedModel
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.weights.files import ModelMissing, Progress
 from kvferry.engine.weights.hub_snapshot import (
     PICKLE_SUFFIXES,

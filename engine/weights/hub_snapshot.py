@@ -10,8 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.engine.models.checkpoint import DamagedModel, file_size, read_object
+from kvferry.engine.models.checkpoint import file_size, read_object
 from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.weights.safetensors_header import (
     INDEX_FILE,
     SINGLE_FILE,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvferry.engine.models.checkpoint import DamagedModel, ModelError, UnsupportedModel
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
 from kvferry.engine.weights.safetensors_header import (
     INDEX_FILE,
     SINGLE_FILE,

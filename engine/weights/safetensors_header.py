@@ -13,13 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kvferry.engine.models.checkpoint import (
-    DamagedModel,
-    file_size,
-    parse_object,
-    read_object,
-    shown,
-)
+from kvferry.engine.models.checkpoint import file_size, parse_object, read_object, shown
+from kvferry.engine.models.errors import DamagedModel
 
 #: Where the tensors of a folder are: in one file, or in the shards that an index names.
 SINGLE_FILE = "model.safetensors"

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engine.models.checkpoint import DamagedModel, ModelError, read_object, shown
+from kvferry.engine.models.checkpoint import read_object, shown
+from kvferry.engine.models.errors import DamagedModel, ModelError
 from kvferry.engine.models.identity import MANIFEST_FILE, identify
 from kvferry.engine.weights.catalog import (
     DEFAULT_MODEL,
