@@ -33,7 +33,6 @@ class ConfigError(KVFerryError):
 # Keys and values that are spoken for and that a later version fills.
 _LATER_KEYS = {
     "": ("slo", "tenants"),
-    "model": ("revision",),
     "logging": ("format",),
     "cache": ("prefix_caching", "prefix_match_unit", "hash_seed", "host_tier"),
     "prefill": ("resources",),
@@ -53,12 +52,12 @@ _LATER_VALUES = {
     "transfer.connector": ("nixl",),
     "router.policy": ("round_robin", "random", "prefix_affinity", "cost"),
 }
-# Setting one of a pair by override takes back the file's choice of the other.
+# Setting one of these by override takes back the file's choice of the others.
 _ALTERNATIVES = {
-    "model.name": "model.path",
-    "model.path": "model.name",
-    "cache.num_blocks": "cache.memory",
-    "cache.memory": "cache.num_blocks",
+    "model.name": ("model.path", "model.revision"),
+    "model.path": ("model.name", "model.revision"),
+    "cache.num_blocks": ("cache.memory",),
+    "cache.memory": ("cache.num_blocks",),
 }
 
 
@@ -79,9 +78,9 @@ def load_config(
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     for key, value in given.items():
         _override(data, key, value)
-        other = _ALTERNATIVES.get(key)
-        if other is not None and other not in given:
-            _override(data, other, None)
+        for other in _ALTERNATIVES.get(key, ()):
+            if other not in given:
+                _override(data, other, None)
     problems = list(_wrong_keys(data, Config))
     if not problems:
         try:

@@ -80,13 +80,15 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``.
+    """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``;
+    ``revision`` is a branch, tag or commit of a name ``ORG/NAME`` of the Hugging Face Hub.
 
     ``dtype`` auto is float32 on CPU. ``max_model_len`` in tokens; None: what the model states.
     """
 
     name: Text = "smollm2-135m-instruct"
     path: Text | None = None
+    revision: Text | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Count | None = None
     served_name: Text | None = None
@@ -258,6 +260,11 @@ class Config(_Section):
         count = self.replicas()
         can_serve = count.colocated or (count.prefill and count.decode)
         for fits, message in (
+            (
+                self.model.path is None or self.model.revision is None,
+                "model.path and model.revision are both given: a revision is of a model.name of "
+                "the Hugging Face Hub",
+            ),
             (
                 self.cache.num_blocks is None or self.cache.memory is None,
                 "cache.num_blocks and cache.memory are both given: keep one",

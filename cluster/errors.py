@@ -23,7 +23,11 @@ here::
     ├── Internal
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
-    └── ModelMissing                    engine.weights.store
+    └── ModelError                      engine.models.errors
+        ├── UnsupportedModel
+        ├── DamagedModel
+        └── ModelMissing                engine.weights.files
+            └── HubUnavailable          engine.weights.hub_download
 
 What crosses the wire is the status and three entries of trailing metadata: ``kvferry-error`` (the
 class name), ``kvferry-request-id`` and, for ``Overloaded``, ``retry-after-ms``. Knows neither

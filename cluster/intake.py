@@ -87,14 +87,18 @@ class Intake:
             raise UnknownModel(f"model {name!r} is not served here, {self.model.name!r} is")
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, as ``prepare`` would take it."""
-        return self.tokenizer.encode(text)
+        """Token ids of a raw text, with the token that the model wants before a document."""
+        return self.tokenizer.encode(text, add_special_tokens=True)
 
     def tokenize_input(self, request: pb.TokenizeRequest) -> list[int]:
         """Token ids of a text or conversation, as ``prepare`` would take it."""
         self.check_model(request.model)
         is_chat = request.WhichOneof("input") == "chat"
-        return self.tokenize(self.chat_text(request.chat) if is_chat else request.text)
+        return self.tokenize_chat(request.chat) if is_chat else self.tokenize(request.text)
+
+    def tokenize_chat(self, chat: pb.ChatInput) -> list[int]:
+        """Token ids of a conversation; its template writes every special token itself."""
+        return self.tokenizer.encode(self.chat_text(chat), add_special_tokens=False)
 
     def chat_text(self, chat: pb.ChatInput) -> str:
         """The prompt text of a conversation, by the model's chat template."""
@@ -107,9 +111,9 @@ class Intake:
     def _prompt(self, request: pb.GenerateRequest) -> tuple[int, ...]:
         kind = request.WhichOneof("input")
         if kind == "text":
-            ids = self.tokenize(request.text)
+            ids = self.tokenize(request.text) if request.text else []
         elif kind == "chat":
-            ids = self.tokenize(self.chat_text(request.chat))
+            ids = self.tokenize_chat(request.chat)
         elif kind == "token_ids":
             ids = list(request.token_ids.ids)
         else:

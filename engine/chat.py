@@ -8,6 +8,7 @@ not know tokens.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,13 @@ from kvferry.engine.chat_helper import (
 )
 from kvferry.engine.chat_pool import Helpers
 from kvferry.engine.chat_template import check_compiles
-from kvferry.engine.models.config import DamagedModel
+from kvferry.engine.models.checkpoint import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+    read_object,
+    read_text,
+)
+from kvferry.engine.models.errors import DamagedModel
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "HelperUnavailable"]
 
@@ -89,7 +96,9 @@ class ChatTemplate:
         that cannot be read or a template that does not compile.
         """
         root = Path(folder)
-        config = _tokenizer_config(root / "tokenizer_config.json")
+        config = read_object(
+            root / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES, optional=True
+        )
         sources = _files(root) or _in_config(config)
         for name, source in sources.items():
             try:
@@ -212,29 +221,13 @@ def _check_objects(where: str, objects: Any, most: int) -> None:
             )
 
 
-def _tokenizer_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedModel(f"{path}: cannot be read ({error})") from error
-    return value if isinstance(value, dict) else {}
-
-
 def _files(root: Path) -> dict[str, str]:
     """Templates that are files, by name."""
     file = root / "chat_template.jinja"
-    found = {_DEFAULT: file} if file.exists() else {}
+    found = {_DEFAULT: file} if os.path.lexists(file) else {}
     for other in sorted((root / "additional_chat_templates").glob("*.jinja")):
         found[other.stem] = other
-    sources: dict[str, str] = {}
-    for name, path in found.items():
-        try:
-            sources[name] = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DamagedModel(f"{path}: cannot be read ({error})") from error
-    return sources
+    return {name: read_text(path, MAX_TEMPLATE_BYTES) for name, path in found.items()}
 
 
 def _in_config(config: Mapping[str, Any]) -> dict[str, str]:

@@ -15,7 +15,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvferry.engine.models.config import DamagedModel, UnsupportedModel, read_eos_token_ids
+from kvferry.engine.models.checkpoint import MAX_TOKENIZER_BYTES, read_text
+from kvferry.engine.models.config import read_eos_token_ids
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.request import InvalidRequest
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -36,13 +38,8 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         """Raises DamagedModel for a missing or malformed file, UnsupportedModel for its kind."""
         path = Path(folder) / TOKENIZER_FILE
-        try:
-            text = path.read_text(encoding="utf-8")
-            decoder = json.loads(text).get("decoder")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DamagedModel(f"{path}: cannot be read ({error})") from error
-        self._fast = _load(path, text)
-        self.text_rule, self.strips_leading_space = _text_rule(path, decoder)
+        self._fast = _load(path, read_text(path, MAX_TOKENIZER_BYTES))
+        self.text_rule, self.strips_leading_space = _text_rule(path, self._fast.decoder)
         self.eos_token_ids = read_eos_token_ids(Path(folder))
         self.special_ids = frozenset(
             index for index, token in self._fast.get_added_tokens_decoder().items() if token.special
@@ -53,16 +50,18 @@ class Tokenizer:
         """Number of tokens with a text; the model's matrices may have more rows."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; no token is prepended, markup of special tokens is recognised.
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``; markup of special tokens is recognised.
 
-        Raises InvalidRequest for text that is not Unicode (lone surrogates).
+        ``add_special_tokens`` adds what the model wants around a text, such as the token that
+        begins a document: right for raw text, wrong for chat, whose template writes it. Raises
+        InvalidRequest for text that is not Unicode (lone surrogates).
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text: not valid Unicode ({error}); send whole UTF-8") from error
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -114,9 +113,14 @@ def fallback_byte(token: str) -> int | None:
 
 def _load(path: Path, text: str) -> FastTokenizer:
     try:
-        return FastTokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower than Exception
-        raise DamagedModel(f"{path}: not a tokenizer ({error})") from error
+        fast = FastTokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and panics beside it
+        raise DamagedModel(f"{path}: not a tokenizer ({str(error)[:200]})") from error
+    fast.no_truncation()  # settings of a training run, not of the text
+    fast.no_padding()
+    return fast
 
 
 _REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -126,6 +130,8 @@ _FALLBACK = [_REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 def _text_rule(path: Path, decoder: Any) -> tuple[TextRule, bool]:
     """The decoder's rule, and whether it takes one space off the beginning of the text."""
+    if decoder is not None:
+        decoder = json.loads(decoder.__getstate__())  # as tokenizer.json writes it
     kind = decoder.get("type") if isinstance(decoder, dict) else None
     if kind == "ByteLevel":
         return TextRule.BYTE_LEVEL, False

@@ -38,8 +38,14 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML configuration (default: none)")
     parser.add_argument(
         "--model",
-        metavar="NAME|PATH",
-        help="a name that 'models list' shows, a folder or a .gguf file (default: the first name)",
+        metavar="NAME|PATH|HF_ID",
+        help="a name that 'models list' shows, a folder, a .gguf file, or ORG/NAME of the Hugging "
+        "Face Hub (default: the first name)",
+    )
+    parser.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of a model of the Hugging Face Hub (default: main)",
     )
     parser.add_argument(
         "--dtype",
@@ -61,6 +67,7 @@ def cluster_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The values of ``add_cluster`` and of KVFERRY_LOG by configuration key; None: not given."""
     return {
         "model.name": args.model,
+        "model.revision": args.revision,
         "model.dtype": args.dtype,
         "prefill.replicas": args.prefill,
         "decode.replicas": args.decode,

@@ -19,10 +19,20 @@ from kvferry.cluster.cli.progress import ProgressLine
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="known models, fetched or not")
+    listing = actions.add_parser(
+        "list", help="known models, fetched or not, and those in the Hugging Face cache"
+    )
     listing.set_defaults(run=run_list)
-    pulling = actions.add_parser("pull", help="fetch a known model and convert it")
-    pulling.add_argument("name", metavar="NAME", help="a name that 'models list' shows")
+    pulling = actions.add_parser("pull", help="fetch a model")
+    pulling.add_argument(
+        "name",
+        metavar="NAME|HF_ID",
+        help="a name that 'models list' shows, ORG/NAME of the Hugging Face Hub, or one GGUF file "
+        "of it, ORG/NAME/FILE.gguf",
+    )
+    pulling.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit on the Hub (default: main)"
+    )
     pulling.set_defaults(run=run_pull)
     for sub in (listing, pulling):
         add_json(sub)
@@ -39,8 +49,8 @@ def run_pull(args: argparse.Namespace) -> Result:
     """Fetch one model unless it is there."""
     store = _store()
     with ProgressLine(quiet=args.json) as progress:
-        store.pull(args.name, cache_dir(), progress.stage)
-    models = [_entry(m) for m in store.list_models(cache_dir()) if m.name == args.name]
+        found = store.pull(args.name, cache_dir(), progress.stage, args.revision)
+    models = [_entry(m) for m in store.list_models(cache_dir()) if m.folder == found.path]
     _show(models, args)
     return Result(fields={"models": models})
 

@@ -43,5 +43,6 @@ def start(config: Config, progress: ProgressLine) -> RunningCluster:
         config.model.path,
         store.default_cache_dir(os.environ),
         progress.stage,
+        revision=config.model.revision,
     )
     return cast(RunningCluster, launcher.Cluster.start(config, folder.path, progress.say))

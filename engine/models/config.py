@@ -7,15 +7,15 @@ identity; imports no torch.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from kvferry.engine.models.checkpoint import read_object, shown
 from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
+from kvferry.engine.models.identity import MANIFEST_FILE, identify
 from kvferry.engine.models.refusals import (
     SUPPORTED_ARCHITECTURES,
     architecture_of,
@@ -32,16 +32,24 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "UnsupportedModel",
-    "content_revision",
     "read_eos_token_ids",
 ]
 
-MANIFEST_FILE = "kvferry-manifest.json"
-
-_SAMPLES_PER_TENSOR = 16
-_SAMPLE_BYTES = 1024
-_MAX_HEADER_BYTES = 100_000_000
-_MAX_LAYERS = 10_000
+# The most that a shape may be: several times the largest model known, so that a wrong number is
+# refused here and not by the allocation that it would cause.
+_LIMITS = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+}
+_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_END_IDS = 1024
 
 # What transformers assumes where a configuration is silent.
 _QWEN3_HEAD_DIM = 128
@@ -101,14 +109,10 @@ class ModelConfig:
         are missing or malformed.
         """
         folder = Path(path)
-        manifest = _read_json(folder / MANIFEST_FILE, optional=True)
-        generation = _read_json(folder / "generation_config.json", optional=True)
-        return cls.from_dict(
-            _read_json(folder / "config.json"),
-            generation,
-            name=str(manifest.get("name") or folder.resolve().name),
-            revision=str(manifest.get("revision") or content_revision(folder)),
-        )
+        generation = read_object(folder / "generation_config.json", optional=True)
+        config = read_object(folder / "config.json")
+        identity = identify(folder)
+        return cls.from_dict(config, generation, name=identity.name, revision=identity.revision)
 
     @classmethod
     def from_dict(
@@ -124,10 +128,6 @@ class ModelConfig:
         refuse_unsupported(config, name, architecture)
         max_model_len = _positive(config, "max_position_embeddings")
         num_layers = _positive(config, "num_hidden_layers")
-        if num_layers > _MAX_LAYERS:
-            raise DamagedModel(
-                f"config.json: num_hidden_layers is {num_layers}, wanted at most {_MAX_LAYERS}"
-            )
         hidden_size = _positive(config, "hidden_size")
         num_heads = _positive(config, "num_attention_heads")
         num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
@@ -153,10 +153,10 @@ class ModelConfig:
             rope=read_rope(config, name, architecture, head_dim, max_model_len),
             layer_windows=_layer_windows(config, name, architecture, num_layers, max_model_len),
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
             qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
             output_bias=attention_bias,
-            mlp_bias=bool(config.get("mlp_bias")),
+            mlp_bias=_flag(config, "mlp_bias"),
             qk_norm=architecture == "Qwen3ForCausalLM",
             eos_token_ids=_eos_token_ids(config, generation or {}),
             bos_token_id=_optional_id(config, "bos_token_id"),
@@ -165,44 +165,8 @@ class ModelConfig:
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Ids that end the output of the model in ``folder``, without reading the rest."""
-    generation = _read_json(folder / "generation_config.json", optional=True)
-    return _eos_token_ids(_read_json(folder / "config.json"), generation)
-
-
-def content_revision(folder: Path) -> str:
-    """Identity of a folder's content: ``sha256:`` and 32 hex digits.
-
-    Covers ``config.json`` and, of every safetensors file, the name, the size, the header and
-    evenly spaced samples of each tensor: two checkpoints whose tensors differ as a whole (another
-    training run, a merged adapter) differ here, without reading gigabytes at every start. It is
-    no proof against an edit of a few chosen bytes.
-    """
-    digest = hashlib.sha256()
-    digest.update(_read_bytes(folder / "config.json"))
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
-        _sample_safetensors(file, digest.update)
-    return f"sha256:{digest.hexdigest()[:32]}"
-
-
-def _sample_safetensors(file: Path, update: Any) -> None:
-    with file.open("rb") as handle:
-        size = handle.read(8)
-        length = struct.unpack("<Q", size)[0] if len(size) == 8 else 0
-        if length > _MAX_HEADER_BYTES:
-            raise DamagedModel(f"{file}: header of {length} bytes; not a safetensors file")
-        header = handle.read(length)
-        update(header)
-        try:
-            tensors = json.loads(header)
-            spans = [t["data_offsets"] for n, t in tensors.items() if n != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedModel(f"{file}: unreadable safetensors header ({error})") from error
-        for begin, end in spans:
-            step = max((end - begin) // _SAMPLES_PER_TENSOR, _SAMPLE_BYTES)
-            for offset in range(begin, end, step):
-                handle.seek(8 + length + offset)
-                update(handle.read(min(_SAMPLE_BYTES, end - offset)))
+    generation = read_object(folder / "generation_config.json", optional=True)
+    return _eos_token_ids(read_object(folder / "config.json"), generation)
 
 
 def _head_dim(config: Mapping[str, Any], architecture: str, num_heads: int) -> int:
@@ -229,7 +193,7 @@ def _layer_windows(
     """The sliding window of each layer, None where it would hide no position."""
     enabled = config.get("sliding_window", _DEFAULT_WINDOW) is not None
     if architecture != "MistralForCausalLM":
-        enabled = enabled and bool(config.get("use_sliding_window"))
+        enabled = enabled and _flag(config, "use_sliding_window")
     slides = _sliding_layers(config, name, architecture, num_layers, enabled)
     if not any(slides):
         return (None,) * num_layers
@@ -251,15 +215,17 @@ def _sliding_layers(
         if architecture == "MistralForCausalLM" or not enabled:
             return [enabled] * num_layers
         first = config.get("max_window_layers", _DEFAULT_FULL_LAYERS)
-        if not isinstance(first, int):
-            raise DamagedModel(f"config.json: max_window_layers is {first!r}, wanted an integer")
+        if not isinstance(first, int) or isinstance(first, bool):
+            raise DamagedModel(
+                f"config.json: max_window_layers is {shown(first)}, wanted an integer"
+            )
         return [layer >= first for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers:
-        raise DamagedModel(f"config.json: layer_types is {types!r}, wanted {num_layers} names")
+        raise DamagedModel(f"config.json: layer_types is {shown(types)}, wanted {num_layers} names")
     other = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if other or (architecture == "MistralForCausalLM" and len(set(types)) > 1):
         found = other[0] if other else "that differ"
-        raise unsupported(name, architecture, f"layer_types {found!r}")
+        raise unsupported(name, architecture, f"layer_types {shown(found)}")
     if architecture == "MistralForCausalLM":
         return [enabled] * num_layers
     return [kind == "sliding_attention" for kind in types]
@@ -273,8 +239,8 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if found is None:
         return ()
     ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise DamagedModel(f"eos_token_id is {found!r}, wanted an id or a list of ids")
+    if len(ids) > _MAX_END_IDS or not all(map(_is_id, ids)):
+        raise DamagedModel(f"eos_token_id is {shown(found)}, wanted an id or a list of ids")
     return tuple(dict.fromkeys(ids))
 
 
@@ -283,7 +249,9 @@ def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise DamagedModel(f"config.json: {key} is {value!r}, wanted a positive integer")
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted a positive integer")
+    if value > _LIMITS[key]:
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted at most {_LIMITS[key]}")
     return value
 
 
@@ -291,30 +259,29 @@ def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise DamagedModel(f"config.json: {key} is {value!r}, wanted a positive number")
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    # An int is compared before it is converted: one of a thousand digits is no float.
+    if not right or not 0 < value < 1e30 or not math.isfinite(value):
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted a positive number")
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted true or false")
+    return bool(value)
 
 
 def _optional_id(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if value is None:
+        return None
+    if not _is_id(value):
+        raise DamagedModel(f"config.json: {key} is {shown(value)}, wanted an id")
+    return int(value)
 
 
-def _read_json(file: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not file.exists():
-        return {}
-    try:
-        value = json.loads(_read_bytes(file))
-    except ValueError as error:
-        raise DamagedModel(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise DamagedModel(f"{file}: holds {type(value).__name__}, wanted a JSON object")
-    return value
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DamagedModel(f"{file}: {error.strerror}; a model folder needs this file") from error
+def _is_id(value: object) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and 0 <= value <= _MAX_TOKEN_ID  # type: ignore[operator]

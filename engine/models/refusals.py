@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvferry.engine.models.checkpoint import shown
 from kvferry.engine.models.errors import UnsupportedModel
 
 SUPPORTED_ARCHITECTURES = (
@@ -76,7 +77,7 @@ def architecture_of(config: Mapping[str, Any], name: str) -> str:
     if found is None:
         found = _ARCHITECTURE_OF_TYPE.get(str(config.get("model_type")), config.get("model_type"))
     if found not in SUPPORTED_ARCHITECTURES:
-        kind = f"a {found}" if found else "of no architecture that it names"
+        kind = f"a {shown(found).strip(chr(39))}" if found else "of no architecture that it names"
         raise UnsupportedModel(
             f"model {name!r} is {kind}, which KVFerry does not run; it runs: {runs()}"
         )
@@ -110,5 +111,4 @@ def has_attention_bias(config: Mapping[str, Any], architecture: str) -> bool:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shown(value)

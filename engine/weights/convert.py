@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from kvferry.engine.models.config import MANIFEST_FILE, DamagedModel, ModelConfig
 from kvferry.engine.models.tensors import check_names, tensor_shapes
-from kvferry.engine.weights.files import SINGLE_FILE, Progress, flush, write_bytes
+from kvferry.engine.weights.files import Progress, flush, write_bytes
 from kvferry.engine.weights.gguf_reader import open_gguf
 from kvferry.engine.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
+from kvferry.engine.weights.safetensors_header import SINGLE_FILE
 
 #: Raised when the same source gives other files, so that older conversions are made again.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 _HEADER_ALIGNMENT = 64
 
@@ -46,6 +47,7 @@ def convert_gguf(
     if missing:
         raise DamagedModel(f"{source}: has no tensor for {missing[0]}, one of {len(missing)}")
     tokenizer = build_tokenizer(model)
+    described = tokenizer_config(model)
     manifest = {
         "name": name,
         "revision": revision,
@@ -55,7 +57,7 @@ def convert_gguf(
     write_bytes(target / "config.json", _json(config))
     write_bytes(target / "generation_config.json", _json(model.generation_config()))
     write_bytes(target / "tokenizer.json", tokenizer.to_str().encode())
-    write_bytes(target / "tokenizer_config.json", _json(tokenizer_config(model)))
+    write_bytes(target / "tokenizer_config.json", _json(described))
     if model.chat_template is not None:
         write_bytes(target / "chat_template.jinja", model.chat_template.encode())
     write_safetensors(

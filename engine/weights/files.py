@@ -18,11 +18,11 @@ from kvferry.engine.models.config import DamagedModel, ModelError
 #: another process), ``download``, ``verify``, ``extract``, ``convert``; done and total in bytes.
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-#: Where the tensors of a folder are: in one file, or in the shards that an index names.
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
 _CHUNK_BYTES = 1 << 20
+
+
+class ModelMissing(ModelError):
+    """The model is not on this machine and may not, or could not, be fetched; says what to run."""
 
 
 class ChecksumMismatch(ModelError):

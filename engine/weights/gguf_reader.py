@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.models.config import DamagedModel, UnsupportedModel
+from kvferry.engine.models.checkpoint import shown
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.weights.gguf_file import GGUFFile, read_gguf
 from kvferry.engine.weights.gguf_rope import FREQUENCIES_TENSOR, UntranslatableRope, rope_scaling
 
@@ -55,8 +56,8 @@ class GGUFModel:
         self._architecture = self._text("general.architecture")
         if self._architecture not in _ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.path}: is a {self._architecture}, which KVFerry does not run from GGUF; "
-                f"it runs: {', '.join(_ARCHITECTURES)}"
+                f"{self.path}: is a {shown(self._architecture)}, which KVFerry does not run from "
+                f"GGUF; it runs: {', '.join(_ARCHITECTURES)}"
             )
         named = [name for name in file.tensors if name != FREQUENCIES_TENSOR]
         self._gguf_names = {_hf_name(self.path, name): name for name in named}
@@ -122,7 +123,7 @@ class GGUFModel:
     def token_id(self, role: str) -> int | None:
         """Id of the ``bos``, ``eos``, ``eot``, ``unknown`` or ``padding`` token, if any."""
         value = self.file.metadata.get(f"tokenizer.ggml.{role}_token_id")
-        return value if isinstance(value, int) else None
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def tensor_names(self) -> list[str]:
         """Hugging Face names, in the order of the file."""
@@ -189,19 +190,19 @@ class GGUFModel:
     def _text(self, key: str) -> str:
         value = self.file.metadata.get(key)
         if not isinstance(value, str):
-            raise DamagedModel(f"{self.path}: {key} is {value!r}, wanted a string")
+            raise DamagedModel(f"{self.path}: {key} is {shown(value)}, wanted a string")
         return value
 
     def _int(self, key: str, default: int | None = None) -> int:
         value = self.file.metadata.get(f"{self._architecture}.{key}", default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise DamagedModel(f"{self.path}: {key} is {value!r}, wanted an integer")
+            raise DamagedModel(f"{self.path}: {key} is {shown(value)}, wanted an integer")
         return value
 
     def _float(self, key: str, default: float | None = None) -> float:
         value = self.file.metadata.get(f"{self._architecture}.{key}", default)
         if not isinstance(value, float):
-            raise DamagedModel(f"{self.path}: {key} is {value!r}, wanted a number")
+            raise DamagedModel(f"{self.path}: {key} is {shown(value)}, wanted a number")
         return value
 
 

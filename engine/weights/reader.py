@@ -7,7 +7,7 @@ before it is used.
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,8 +15,15 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvferry.engine.models.config import DamagedModel, ModelError
-from kvferry.engine.weights.files import INDEX_FILE, SINGLE_FILE
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
+from kvferry.engine.weights.safetensors_header import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHT_DTYPES,
+    StoredTensor,
+    read_header,
+    read_index,
+)
 
 
 class MissingTensor(ModelError):
@@ -32,16 +39,18 @@ class WeightReader:
     def __init__(self, files: dict[Path, list[str] | None]) -> None:
         self._owner: dict[str, Any] = {}
         self._files: dict[str, Path] = {}
+        self._stored: dict[str, StoredTensor] = {}
         self._handles: list[Any] = []
         for path, wanted in files.items():
+            held = read_header(path).tensors
             handle = _open(path)
             self._handles.append(handle)
-            held = set(handle.keys())
             for name in sorted(held) if wanted is None else wanted:
                 if name not in held:
                     raise DamagedModel(f"{path}: the index names tensor {name!r}, not held here")
                 self._owner[name] = handle
                 self._files[name] = path
+                self._stored[name] = held[name]
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -53,11 +62,17 @@ class WeightReader:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor on the CPU in its stored dtype, a view of the mapped file where possible.
 
-        Do not write into it: clone first. Raises MissingTensor, or DamagedModel if its bytes
-        cannot be read.
+        Do not write into it: clone first. Raises MissingTensor, UnsupportedModel for a type that
+        is no weight's (integers, eight-bit floats), or DamagedModel if its bytes cannot be read.
         """
         if name not in self._owner:
             raise MissingTensor(f"no tensor {name!r} in the checkpoint; {self._hint(name)}")
+        dtype = self._stored[name].dtype
+        if dtype not in WEIGHT_DTYPES:
+            raise UnsupportedModel(
+                f"{self._files[name]}: tensor {name!r} is stored as {dtype}, wanted one of "
+                f"{', '.join(WEIGHT_DTYPES)}; use a checkpoint that is not quantised"
+            )
         try:
             tensor: torch.Tensor = self._owner[name].get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError) as error:
@@ -68,7 +83,7 @@ class WeightReader:
         """The tensor's shape, without touching its bytes. Raises MissingTensor."""
         if name not in self._owner:
             raise MissingTensor(f"no tensor {name!r} in the checkpoint; {self._hint(name)}")
-        return tuple(self._owner[name].get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def close(self) -> None:
         """Forget the files; tensors already given out stay valid. Idempotent."""
@@ -100,9 +115,9 @@ def open_weights(folder: str | Path) -> WeightReader:
     Raises DamagedModel for files that are missing, truncated or malformed.
     """
     root = Path(folder)
-    if (root / INDEX_FILE).exists():
-        return WeightReader(_read_index(root))
-    if (root / SINGLE_FILE).exists():
+    if os.path.lexists(root / INDEX_FILE):
+        return WeightReader(dict(read_index(root)))
+    if os.path.lexists(root / SINGLE_FILE):
         return WeightReader({root / SINGLE_FILE: None})
     raise DamagedModel(f"{root}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
@@ -112,20 +127,3 @@ def _open(path: Path) -> Any:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise DamagedModel(f"{path}: not a whole safetensors file ({error})") from error
-
-
-def _read_index(root: Path) -> dict[Path, list[str] | None]:
-    path = root / INDEX_FILE
-    try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedModel(f"{path}: no readable weight_map ({error!r})") from error
-    files: dict[Path, list[str] | None] = {}
-    for name, shard in sorted(pairs):
-        if Path(shard).name != shard:
-            raise DamagedModel(f"{path}: shard {shard!r} lies outside the folder")
-        names = files.setdefault(root / shard, [])
-        if names is not None:
-            names.append(name)
-    return files

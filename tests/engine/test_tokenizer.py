@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from kvferry.engine.models.config import DamagedModel, UnsupportedModel
 from kvferry.engine.request import InvalidRequest
@@ -105,6 +106,30 @@ def test_markup_is_one_token_and_nothing_is_prepended(tmp_path: Path) -> None:
     assert tokenizer.encode("") == []
     assert tokenizer.decode([2, vocabulary().index("hello"), 2]) == "hello"
     assert tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "with ends"])
+def test_special_tokens_around_a_text_equal_those_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    if kind == "byte level":
+        ours = byte_level(tmp_path)
+    else:
+        ours = byte_fallback(tmp_path, strip=True, ends=kind == "with ends")
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS.values():
+        wanted = reference(text).input_ids
+        assert ours.encode(text, add_special_tokens=True) == wanted
+        assert ours.encode(text) == reference(text, add_special_tokens=False).input_ids
+        assert (wanted == ours.encode(text)) is (kind == "byte fallback")
+
+
+def test_a_length_that_training_cut_texts_to_is_not_ours(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    fast = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fast.enable_truncation(2)
+    fast.enable_padding(length=8)
+    assert len(save(fast, tmp_path).encode("hello hello hello")) == 5
 
 
 def test_token_bytes_of_both_kinds(tmp_path: Path) -> None:

@@ -41,15 +41,28 @@ def vocabulary() -> list[str]:
     return [*SPECIAL, *byte_alphabet(), *(m.replace(" ", "") for m in MERGES)]
 
 
+#: SentencePiece pieces beyond single characters, in the order in which training made them.
+PIECES = ("▁t", "he", "▁the", "in", "ing", "▁a", "an", "▁an", "▁▁", "▁▁▁▁", "er", "th", "▁w", "or")
+
+
+def sentencepiece_vocabulary() -> list[tuple[str, float, int]]:
+    """Tokens with scores and kinds as a Llama 2 file has them: control, bytes, pieces."""
+    control = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    octets = [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+    pieces = [(piece, -float(at), 1) for at, piece in enumerate(PIECES)]
+    letters = [(c, -1000.0 - at, 1) for at, c in enumerate("▁abcdefghijklmnopqrstuvwxyzTé日.,")]
+    return [*control, *octets, *pieces, *letters, ("<tool>", 0.0, 4)]
+
+
 def hf_tensors(
-    seed: int = 0, architecture: str = "llama", biases: bool = False
+    seed: int = 0, architecture: str = "llama", biases: bool = False, vocab: int | None = None
 ) -> dict[str, NDArray[np.float32]]:
     """Random weights under Hugging Face names, outermost dimension first.
 
     ``biases`` gives every projection of a Llama one; Qwen2 always has its three.
     """
     random = np.random.default_rng(seed)
-    vocab = len(vocabulary())
+    vocab = vocab or len(vocabulary())
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -120,14 +133,16 @@ def write_tiny_gguf(
     quantised: tuple[str, ...] = (),
     extra: dict[str, Any] | None = None,
     extra_tensors: dict[str, NDArray[np.float32]] | None = None,
+    sentencepiece: bool = False,
     biases: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
     """Write the model; returns its tensors under Hugging Face names, before quantisation.
 
-    ``quantised`` names tensors (Hugging Face) to be stored as Q8_0; ``extra`` adds integer, float
-    or string keys.
+    ``quantised`` names tensors (Hugging Face) to be stored as Q8_0; ``extra`` adds boolean,
+    integer, float or string keys; ``sentencepiece`` takes a vocabulary of that kind.
     """
-    tensors = hf_tensors(seed, architecture, biases)
+    pieces = sentencepiece_vocabulary()
+    tensors = hf_tensors(seed, architecture, biases, len(pieces) if sentencepiece else None)
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
@@ -138,16 +153,25 @@ def write_tiny_gguf(
     writer.add_rope_freq_base(50000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(vocabulary())
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(vocabulary()) - len(SPECIAL)))
-    writer.add_token_merges(list(MERGES))
+    if sentencepiece:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([token for token, _, _ in pieces])
+        writer.add_token_scores([score for _, score, _ in pieces])
+        writer.add_token_types([kind for _, _, kind in pieces])
+        writer.add_unk_token_id(0)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(vocabulary())
+        writer.add_token_types([3] * len(SPECIAL) + [1] * (len(vocabulary()) - len(SPECIAL)))
+        writer.add_token_merges(list(MERGES))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
     for key, value in (extra or {}).items():
-        if isinstance(value, str):
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)

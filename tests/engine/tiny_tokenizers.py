@@ -19,6 +19,8 @@ def save(fast: FastTokenizer, folder: Path) -> Tokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return Tokenizer(folder)
 
 
@@ -46,8 +48,11 @@ def byte_level(folder: Path) -> Tokenizer:
     return save(fast, folder)
 
 
-def byte_fallback(folder: Path, strip: bool) -> Tokenizer:
-    """SentencePiece's rules: ``▁`` for a space, ``<0xAB>`` for bytes without a token."""
+def byte_fallback(folder: Path, strip: bool, ends: bool = False) -> Tokenizer:
+    """SentencePiece's rules: ``▁`` for a space, ``<0xAB>`` for bytes without a token.
+
+    ``ends`` puts a token before and one after a text, as Llama 2's does with the first.
+    """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "a", "b", "▁a", "▁▁", "é", "<0xZZ>", "<0x1>"]
     fast = FastTokenizer(
@@ -63,4 +68,7 @@ def byte_fallback(folder: Path, strip: bool) -> Tokenizer:
     steps = [*FALLBACK_STEPS, decoders.Strip(" ", 1, 0)] if strip else [*FALLBACK_STEPS]
     fast.decoder = decoders.Sequence(steps)
     fast.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if ends:
+        around = [("<s>", 1), ("</s>", 2)]
+        fast.post_processor = processors.TemplateProcessing("<s> $A </s>", None, around)
     return save(fast, folder)
