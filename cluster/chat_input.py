@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
+from kvferry.engine.models.checkpoint import strict_json
 from kvferry.engine.request import InvalidRequest
 from kvferry.protos import kvferry_pb2 as pb
 
@@ -97,7 +98,7 @@ def _objects(where: str, texts: Iterable[str]) -> list[dict[str, Any]]:
 
 def _object(where: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"{where}: got {text!r:.80}, wanted a JSON object ({error})"
@@ -105,7 +106,3 @@ def _object(where: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where}: got {text!r:.80}, wanted a JSON object")
     return value
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

@@ -5,7 +5,9 @@ here::
 
     KVFerryError                        kv_cache.errors
     ├── InvalidRequest                  engine.request
-    │   └── PromptTooLong
+    │   ├── PromptTooLong
+    │   └── ChatTemplateError           engine.chat_helper
+    ├── HelperUnavailable               engine.chat_helper
     ├── TransferFailed                  kv_transfer.connector
     │   └── IncompatiblePeer
     ├── UnknownModel
@@ -111,7 +113,7 @@ class Overloaded(KVFerryError):
 
 
 class NotReady(KVFerryError):
-    """A required role has no live worker yet, or none any more."""
+    """A part that the request needs is not there yet, or not any more; a retry may find it."""
 
 
 class ClusterUnreachable(NotReady):

@@ -18,10 +18,13 @@ from kvferry.engine.request import (
     PromptTooLong,
     RequestId,
     RequestSpec,
+    SamplingParams,
 )
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.protos import kvferry_pb2 as pb
+
+MAX_PROMPT_LOGPROBS = 1 << 15
 
 _UNSUPPORTED_REQUEST = ("priority", "tenant", "adapter", "resume_grace_s", "first_output_index")
 
@@ -71,6 +74,7 @@ class Intake:
                 raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
         sampling = self._sampling.read(request.sampling)
         prompt = self._prompt(request)
+        _check_prompt_logprobs(sampling, len(prompt))
         return RequestSpec(
             RequestId(f"{self._random_bits(128):032x}"),
             prompt,
@@ -132,3 +136,16 @@ class Intake:
                 f"{self.model.max_model_len - 1}: shorten the prompt"
             )
         return tuple(ids)
+
+
+def _check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
+    """What a prompt's log-probabilities may weigh: they travel in one message."""
+    if sampling.prompt_logprobs is None:
+        return
+    num_entries = num_prompt * (1 + sampling.prompt_logprobs)
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs: {sampling.prompt_logprobs} for {num_prompt} prompt tokens make "
+            f"{num_entries} values, wanted at most {MAX_PROMPT_LOGPROBS}: ask for fewer of the "
+            "likeliest, or shorten the prompt"
+        )

@@ -134,7 +134,7 @@ class Legs:
         record = m.HandOff(
             (request.delivered[index],),
             len(decode.body.spec.kv_prompt()),
-            tuple(request.logprobs[index : index + 1]),
+            request.own_logprobs,
         )
         self.send(decode.worker, m.HandOffRecord(request.request_id, request.attempt, record))
 

@@ -106,7 +106,7 @@ class RoutedRequest:
         spec: the request as submitted, without delivered tokens.
         delivered: output tokens that the listener has accepted.
         token_times: when each was accepted, router clock.
-        logprobs: of each, if the request wants any.
+        own_logprobs: of the first token that the current attempt delivered, for its hand-off.
         attempt: the current attempt; events of any other are dropped.
         full: the decode worker keeps a place but has no blocks yet.
         decode, prefill: the legs placed for the current attempt.
@@ -126,7 +126,7 @@ class RoutedRequest:
     state: RequestState = RequestState.QUEUED
     delivered: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    own_logprobs: tuple[TokenLogprobs, ...] = ()
     full: bool = False
     decode: Ticket | None = None
     prefill: Ticket | None = None
@@ -164,8 +164,9 @@ class RoutedRequest:
 
     def accept(self, run: TokenRun, now: float) -> None:
         """The listener has taken these tokens: they are final."""
+        if run.first_index == self.first_own_index:
+            self.own_logprobs = run.logprobs[:1]
         self.delivered.extend(run.token_ids)
-        self.logprobs.extend(run.logprobs)
         self.token_times.extend([now] * len(run.token_ids))
 
     def view(self) -> RequestView:

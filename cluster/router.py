@@ -43,6 +43,7 @@ from kvferry.worker.messages import (
     NodeRef,
     ReserveOutcome,
 )
+from kvferry.worker.validity import fault
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,12 @@ class Router:
         now: float,
         received_at: float | None = None,
     ) -> RoutedRequest:
-        """Take a request in, received ``received_at`` (else now); raises Overloaded."""
+        """Take a request in, received ``received_at`` (else now).
+
+        Raises Overloaded, or InvalidRequest for what every worker would refuse as impossible.
+        """
+        if problem := fault(m.Reserve(spec, Attempt(self.ref.epoch, 1))):
+            raise InvalidRequest(problem)
         if len(self._line) >= self.config.queue_limit:
             self.counters["rejected"] += 1
             raise Overloaded(

@@ -18,13 +18,14 @@ from typing import TypeVar
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.draining import begin_drain, holds_any, serves_any
-from kvferry.cluster.errors import DeadlineExceeded, WorkerLost
+from kvferry.cluster.errors import DeadlineExceeded, NotReady, Overloaded, WorkerLost
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.session import Session, SessionItem
+from kvferry.engine.chat import HelperUnavailable
 from kvferry.engine.chat_pool import MAX_HELPERS
 from kvferry.engine.detokenizer import IncrementalDetokenizer
 from kvferry.engine.request import RequestId, RequestSpec
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
+MAX_WAITING_CHATS = 256  # each may hold megabytes
 
 T = TypeVar("T")
 Request = TypeVar("Request", pb.GenerateRequest, pb.TokenizeRequest)
@@ -65,6 +67,7 @@ class RouterNode:
         self._drains: dict[NodeRef, asyncio.Task[None]] = {}
         # Conversations have threads of their own: slow ones hold up each other, and no text.
         self._chat_threads = ThreadPoolExecutor(MAX_HELPERS, "kvferry-chat")
+        self._num_chats = 0
         self._timer = self._loop.create_task(self._run_timer(config.heartbeat / 4))
         self._network.start()
 
@@ -88,10 +91,25 @@ class RouterNode:
         self._flush()
 
     async def take_in(self, step: Callable[[Request], T], request: Request) -> T:
-        """Run a step of the intake on a thread: one of the few for conversations, or any."""
-        is_chat = request.WhichOneof("input") == "chat"
-        threads = self._chat_threads if is_chat else None
-        return await self._loop.run_in_executor(threads, step, request)
+        """Run a step of the intake on a thread: one of the few for conversations, or any.
+
+        Raises what the step does, Overloaded, and NotReady where no template can be run.
+        """
+        if request.WhichOneof("input") != "chat":
+            return await self._loop.run_in_executor(None, step, request)
+        if self._num_chats >= MAX_WAITING_CHATS:
+            raise Overloaded(
+                f"{self._num_chats} conversations wait to be rendered, the limit is "
+                f"{MAX_WAITING_CHATS}; try again later",
+                retry_after_s=1.0,
+            )
+        self._num_chats += 1
+        try:
+            return await self._loop.run_in_executor(self._chat_threads, step, request)
+        except HelperUnavailable as error:
+            raise NotReady(str(error)) from error
+        finally:
+            self._num_chats -= 1
 
     def submit(
         self, spec: RequestSpec, emit: Callable[[SessionItem], None], received_at: float

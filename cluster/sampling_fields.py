@@ -1,8 +1,8 @@
 """The sampling fields of a request: ranges, defaults, and what is refused.
 
 Turns ``kvferry.v1.SamplingParams`` into ``engine.request.SamplingParams`` or one InvalidRequest
-that names the field, what it was and what is wanted. Owns every range and the defaults that are
-the front door's own; the others are the dataclass's.
+that names the field, what it was and what is wanted. Owns every range; the defaults are the
+dataclass's, but a seed is drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from kvferry.engine.request import InvalidRequest, SamplingParams, TokenBias
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
 
-DEFAULT_MAX_TOKENS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_BAD_WORDS = 256
@@ -45,7 +44,7 @@ class SamplingFields:
         """The parameters, or InvalidRequest."""
         if sampling.HasField("n") and sampling.n != 1:
             raise InvalidRequest(f"n: got {sampling.n}; only 1 is supported yet in this version")
-        max_tokens = _integer(sampling, "max_tokens", DEFAULT_MAX_TOKENS, 1, INT32_MAX)
+        max_tokens = _integer(sampling, "max_tokens", _DEFAULT.max_tokens, 1, INT32_MAX)
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=_integer(sampling, "min_tokens", _DEFAULT.min_tokens, 0, max_tokens),
@@ -101,7 +100,11 @@ class SamplingFields:
             if not bare:
                 raise InvalidRequest("bad_words: a string of spaces only, wanted a word")
             for text in (bare, f" {bare}"):
-                sequences[tuple(self._tokenizer.encode(text))] = None
+                ids = tuple(self._tokenizer.encode(text))
+                if not ids:
+                    raise InvalidRequest(f"bad_words: {word!r} has no tokens in this vocabulary")
+                if max(ids) < self._vocab_size:  # else the model never produces it
+                    sequences[ids] = None
         return tuple(sequences)
 
     def _check_id(self, name: str, token_id: int) -> None:

@@ -62,6 +62,7 @@ class StopStrings:
         """Length of the longest end of ``text`` that begins a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
+            end = text[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
                 return size
         return 0

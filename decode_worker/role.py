@@ -13,7 +13,7 @@ from dataclasses import replace
 from kvferry.decode_worker.leg import DecodeLeg
 from kvferry.decode_worker.puller import Puller, acknowledgement
 from kvferry.engine.request import Attempt, RequestId
-from kvferry.engine.sequence import SequenceProgress, SequenceState
+from kvferry.engine.sequence import SequenceFailure, SequenceProgress, SequenceState
 from kvferry.kv_cache.audit import Owner, OwnerKind
 from kvferry.kv_cache.block_table import BlockTable
 from kvferry.worker import messages as m
@@ -229,10 +229,12 @@ class DecodeRole:
             leg.finish, leg.state = progress.finish, LegState.FINISHED
         self._report(leg, leg.reported)
 
-    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
-        """The step failed: so does the leg."""
-        leg = self.legs[(sequence.key.request_id, sequence.key.attempt)]
-        self._fail_leg(leg, FailureCause.STEP, message)
+    def on_failure(self, failure: SequenceFailure, now: float) -> None:
+        """The step gave nothing: the leg fails."""
+        key = failure.sequence.key
+        leg = self.legs[(key.request_id, key.attempt)]
+        cause = FailureCause.SHAPE if failure.is_requests_fault else FailureCause.STEP
+        self._fail_leg(leg, cause, failure.message)
 
     def _time_first(self, leg: DecodeLeg, sequence: SequenceState, now: float) -> None:
         """Measure the wait and the first decode step, once each, on this worker's clock."""

@@ -21,6 +21,7 @@ class PoisonedRows(KVFerryError):
     """
 
     message = "no token can be chosen"
+    is_requests_fault = False  # or the model's, or the machine's
 
     def __init__(self, rows: Sequence[int]) -> None:
         super().__init__(self.message)

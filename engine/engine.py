@@ -13,6 +13,7 @@ from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from kvferry.engine.sequence import (
+    SequenceFailure,
     SequenceKey,
     SequenceOwner,
     SequenceState,
@@ -157,11 +158,14 @@ class Engine:
 
     def _fail(self, sequences: Sequence[SequenceState], error: Exception) -> None:
         """End the sequences that a step could not compute: their KV cannot be trusted."""
-        self.num_failed_steps += 1
-        logger.error("an engine step failed for %d sequences", len(sequences), exc_info=error)
+        is_requests_fault = isinstance(error, PoisonedRows) and error.is_requests_fault
+        if not is_requests_fault:
+            self.num_failed_steps += 1
+            logger.error("an engine step failed for %d sequences", len(sequences), exc_info=error)
         now = self.clock()
         for sequence in sequences:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
-            sequence.owner.on_failure(sequence, f"{type(error).__name__}: {error}", now)
+            message = str(error) if is_requests_fault else f"{type(error).__name__}: {error}"
+            sequence.owner.on_failure(SequenceFailure(sequence, message, is_requests_fault), now)
             self.remove(sequence)

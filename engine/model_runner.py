@@ -24,7 +24,7 @@ from kvferry.engine.models.llama import AttentionInputs, LlamaModel
 from kvferry.engine.models.loading import TORCH_DTYPES
 from kvferry.engine.sampling.constraints import SamplingRow
 from kvferry.engine.sampling.logprobs import logprobs_of
-from kvferry.engine.sampling.sampler import ROWS_AT_ONCE, sample
+from kvferry.engine.sampling.sampler import ROWS_AT_ONCE, InvalidLogits, sample
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
 
@@ -59,7 +59,7 @@ def peak_step_bytes(
     activations = max_num_batched_tokens * (max(attention, gated) + norms + mask)
     gathered = config.max_model_len * 2 * kv_size * (DTYPE_BYTES[layout.groups[0].dtype] + 4)
     rows_drawn = min(max_num_seqs, ROWS_AT_ONCE)
-    logits = config.vocab_size * (max_num_seqs * (width + 4 * 4) + rows_drawn * 18 * 8)
+    logits = config.vocab_size * (max_num_seqs * (width + 7 * 4) + rows_drawn * 18 * 8)
     return activations + gathered + logits
 
 
@@ -163,17 +163,24 @@ class TorchModelRunner:
     def _prompt_logprobs(
         self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
     ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """Those of every sequence's ``prompt_targets``, a few rows at a time."""
+        """Those of every sequence's ``prompt_targets``, a few rows at a time.
+
+        Raises InvalidLogits.
+        """
         if not any(seq.prompt_targets for seq in sequences):
             return ()
         found = []
-        for seq, begin in zip(sequences, self._cu_seqlens.tolist(), strict=False):
+        begins = self._cu_seqlens.tolist()
+        for place, seq in enumerate(sequences):
             entries: list[TokenLogprobs] = []
             for first in range(0, len(seq.prompt_targets), ROWS_AT_ONCE):
                 targets = seq.prompt_targets[first : first + ROWS_AT_ONCE]
-                rows = hidden[begin + first : begin + first + len(targets)]
+                begin = begins[place] + first
+                logits = self.model.logits(hidden[begin : begin + len(targets)])
+                if not torch.isfinite(logits.amax(-1)).all():
+                    raise InvalidLogits([place])
                 num_top = [seq.sampling.prompt_logprobs or 0] * len(targets)
-                entries += logprobs_of(self.model.logits(rows), targets, num_top)
+                entries += logprobs_of(logits, targets, num_top)
             found.append(tuple(entries))
         return tuple(found)
 

@@ -77,7 +77,7 @@ class SamplingParams:
         prompt_logprobs: likewise of the prompt's tokens but the first.
     """
 
-    max_tokens: int = 16
+    max_tokens: int = 128
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0

@@ -42,6 +42,15 @@ class SequenceProgress:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """Why a step gave a sequence nothing. ``is_requests_fault``: no worker could do better."""
+
+    sequence: SequenceState
+    message: str
+    is_requests_fault: bool = False
+
+
 class SequenceOwner(Protocol):
     """Whoever put a sequence into the engine and hears of its steps."""
 
@@ -51,8 +60,8 @@ class SequenceOwner(Protocol):
         """
         ...
 
-    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
-        """The step that held the sequence failed; the engine frees its table after this."""
+    def on_failure(self, failure: SequenceFailure, now: float) -> None:
+        """The sequence cannot go on; the engine frees its table after this."""
         ...
 
 
@@ -104,12 +113,11 @@ class SequenceState:
     def prompt_targets(self, first: int, end: int) -> tuple[int, ...]:
         """The prompt's tokens in ``[first, end)`` whose log-probabilities are wanted.
 
-        None once a token has been delivered: they went out with the first one.
+        None once there is output: they go out with the first token.
         """
-        spec = self.spec
-        if spec.sampling.prompt_logprobs is None or spec.suffixes[self.key.branch]:
+        if self.spec.sampling.prompt_logprobs is None or self.num_output_tokens:
             return ()
-        return spec.prompt_token_ids[first:end]
+        return self.spec.prompt_token_ids[first:end]
 
     def add_prompt_logprobs(self, first: int, found: Sequence[TokenLogprobs]) -> None:
         """Take those of the tokens from position ``first`` on; what is known already stays."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId
-from kvferry.engine.sequence import SequenceProgress, SequenceState
+from kvferry.engine.sequence import SequenceFailure, SequenceProgress
 from kvferry.kv_cache.audit import Owner, OwnerKind
 from kvferry.kv_cache.block_table import SealedBlock
 from kvferry.kv_transfer.connector import BlockRef
@@ -164,10 +164,12 @@ class PrefillRole:
         if blocks or job.hand_off is not None:
             self._announce(job, blocks, now)
 
-    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
-        """The step failed: so does the leg."""
-        job = self.jobs[(sequence.key.request_id, sequence.key.attempt)]
-        self._fail_job(job, FailureCause.STEP, message)
+    def on_failure(self, failure: SequenceFailure, now: float) -> None:
+        """The step gave nothing: the leg fails."""
+        key = failure.sequence.key
+        job = self.jobs[(key.request_id, key.attempt)]
+        cause = FailureCause.SHAPE if failure.is_requests_fault else FailureCause.STEP
+        self._fail_job(job, cause, failure.message)
 
     def _announceable(
         self, job: PrefillJob, block: SealedBlock, now: float

@@ -21,7 +21,7 @@ from kvferry.engine.batch import (
     TokenLogprobs,
 )
 from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
-from kvferry.engine.sequence import SequenceProgress, SequenceState
+from kvferry.engine.sequence import SequenceFailure, SequenceProgress
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
 STUB_VOCAB = 997
@@ -159,9 +159,9 @@ class RecordingOwner:
         """Keep the step."""
         self.progress.append(progress)
 
-    def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
+    def on_failure(self, failure: SequenceFailure, now: float) -> None:
         """Keep the failure."""
-        self.failures.append(message)
+        self.failures.append(failure.message)
 
     def tokens(self, request_id: str) -> list[int]:
         """Tokens sampled for a request, in order."""

@@ -98,7 +98,7 @@ class FailureCause(StrEnum):
     TRANSFER = "transfer"  # blocks could not be read, within the retry budget
     SOURCE_LOST = "source_lost"  # the prefill worker died with blocks unread
     STEP = "step"  # the engine step raised
-    SHAPE = "shape"  # the request cannot be served here at all
+    SHAPE = "shape"  # the request is one that cannot be served, here or anywhere like it
     ENDED = "ended"  # the attempt had already ended here
 
 

@@ -104,6 +104,9 @@ def _tuple(value: tuple[Any, ...], name: str) -> Iterator[str]:
     elif value and type(value[0]) is int:  # token ids: the long lists
         if min(value) < 0 or max(value) >= COUNT:
             yield f"{name}: {min(value)} to {max(value)}, wanted 0 to {COUNT - 1}"
+    elif value and type(value[0]) is float:  # log-probabilities
+        if not all(map(math.isfinite, value)) or (min(value) < 0 and name not in _MAY_BE_NEGATIVE):
+            yield f"{name}: {min(value)} to {max(value)}, wanted finite numbers, not negative"
     else:
         for item in value:
             yield from _numbers(item, name)

@@ -45,4 +45,7 @@ def start(config: Config, progress: ProgressLine) -> RunningCluster:
         progress.stage,
         revision=config.model.revision,
     )
+    if config.model.served_name is None:  # what it was asked for by, not what it was made from
+        model = config.model.model_copy(update={"served_name": folder.name})
+        config = config.model_copy(update={"model": model})
     return cast(RunningCluster, launcher.Cluster.start(config, folder.path, progress.say))

@@ -83,17 +83,25 @@ def read_object(
 def parse_object(content: bytes, place: str) -> dict[str, Any]:
     """A JSON object, read strictly. Raises DamagedModel that begins with ``place``."""
     try:
-        value = json.loads(
-            content,
-            object_pairs_hook=_without_doubles,
-            parse_float=_finite,
-            parse_constant=_no_constant,
-        )
+        value = strict_json(content)
     except (ValueError, RecursionError) as error:
         raise DamagedModel(f"{place}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise DamagedModel(f"{place}: holds {type(value).__name__}, wanted a JSON object")
     return value
+
+
+def strict_json(content: str | bytes) -> Any:
+    """JSON without keys that stand twice and numbers that are none.
+
+    Raises ValueError, RecursionError.
+    """
+    return json.loads(
+        content,
+        object_pairs_hook=_without_doubles,
+        parse_float=_finite,
+        parse_constant=_no_constant,
+    )
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def refuse_unsupported(config: Mapping[str, Any], name: str, architecture: str) 
         value = config.get(key)
         if value is not None and value not in neutral and value not in ({}, ""):
             wanted = " or ".join(repr(v) for v in neutral) or "none"
-            raise unsupported(name, architecture, f"{key} {_short(value)} (wanted {wanted})")
+            raise unsupported(name, architecture, f"{key} {shown(value)} (wanted {wanted})")
     if config.get("attention_bias") and architecture == "MistralForCausalLM":
         raise unsupported(name, architecture, "attention_bias true (wanted false)")
     if config.get("mlp_bias") and architecture != "LlamaForCausalLM":
@@ -108,7 +108,3 @@ def refuse_unsupported(config: Mapping[str, Any], name: str, architecture: str) 
 def has_attention_bias(config: Mapping[str, Any], architecture: str) -> bool:
     """All four projections of attention have a bias."""
     return architecture in _ATTENTION_BIAS and bool(config.get("attention_bias"))
-
-
-def _short(value: object) -> str:
-    return shown(value)

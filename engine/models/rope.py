@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kvferry.engine.models.checkpoint import shown
 from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.models.refusals import unsupported
 
@@ -66,7 +67,7 @@ def read_rope(
         raise unsupported(name, architecture, "rope per layer type (wanted one for all layers)")
     if kind not in get_args(RopeKind):
         wanted = ", ".join(get_args(RopeKind))
-        raise unsupported(name, architecture, f"rope of type {kind!r} (wanted {wanted})")
+        raise unsupported(name, architecture, f"rope of type {shown(kind)} (wanted {wanted})")
     if section.get("partial_rotary_factor") not in (None, 1):
         raise unsupported(name, architecture, "a partial rotary embedding (wanted the whole head)")
     theta = _number(section if section.get("rope_theta") is not None else config, "rope_theta", 1e4)
@@ -82,8 +83,8 @@ def read_rope(
         return Rope(theta)
     if type(original) is not int or not 1 < original <= _LARGEST:
         raise DamagedModel(
-            f"config.json: original_max_position_embeddings is {original!r}, wanted an integer "
-            "above 1"
+            f"config.json: original_max_position_embeddings is {shown(original)}, wanted an "
+            "integer above 1"
         )
     if kind == "llama3":
         return _llama3(section, theta, original)
@@ -103,7 +104,7 @@ def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         section = config.get(key)
         if section is not None and not isinstance(section, Mapping):
-            raise DamagedModel(f"config.json: {key} is {section!r}, wanted an object")
+            raise DamagedModel(f"config.json: {key} is {shown(section)}, wanted an object")
         if section:
             return section
     return {}
@@ -149,7 +150,7 @@ def _yarn_attention(section: Mapping[str, Any], factor: float) -> float:
 def _divisors(section: Mapping[str, Any], key: str, head_dim: int) -> tuple[float, ...]:
     value = section.get(key)
     if not isinstance(value, list) or len(value) != head_dim // 2:
-        found = f"{len(value)} numbers" if isinstance(value, list) else repr(value)
+        found = f"{len(value)} numbers" if isinstance(value, list) else shown(value)
         raise DamagedModel(
             f"config.json: {key} of rope is {found}, wanted {head_dim // 2}, half of head_dim"
         )
@@ -167,5 +168,5 @@ def _number(section: Mapping[str, Any], key: str, default: float | None = None) 
         or not _SMALLEST <= value <= _LARGEST
     ):
         wanted = f"a number from {_SMALLEST} to {_LARGEST}"
-        raise DamagedModel(f"config.json: {key} of rope is {value!r}, wanted {wanted}")
+        raise DamagedModel(f"config.json: {key} of rope is {shown(value)}, wanted {wanted}")
     return float(value)

@@ -65,7 +65,8 @@ def forbidden(row: SamplingRow) -> Iterator[int]:
 
 
 def _remove(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    pairs = [(place, index) for place, row in enumerate(rows) for index in forbidden(row)]
+    size = logits.shape[-1]  # an id beyond it cannot be sampled anyway
+    pairs = [(i, token) for i, row in enumerate(rows) for token in forbidden(row) if token < size]
     if pairs:
         places, ids = torch.tensor(pairs, device=logits.device).T
         logits[places, ids] = -torch.inf

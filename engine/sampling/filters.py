@@ -142,7 +142,9 @@ def draw(logits: torch.Tensor, filters: Filters, u: torch.Tensor) -> torch.Tenso
     """
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     left = torch.arange(len(logits), device=logits.device)
-    scaled = logits.double() / filters.temperature[:, None]
+    exact = logits.double()
+    # The largest becomes 0 first: divided by a very small temperature it would be infinite.
+    scaled = (exact - exact.max(-1, keepdim=True).values) / filters.temperature[:, None]
     total = total_weight(scaled)
     for size in (*PREFIXES, logits.shape[-1]):
         ranking = rank(scaled[left], size, total[left])

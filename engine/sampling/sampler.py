@@ -35,7 +35,8 @@ class InvalidLogits(PoisonedRows):
 class NothingAllowed(PoisonedRows):
     """Rows whose request forbids every token of the vocabulary."""
 
-    message = "bad_words and min_tokens leave it no token to choose; forbid less"
+    message = "bad_words and min_tokens leave no token to choose; forbid less"
+    is_requests_fault = True
 
 
 def uniform(seed: int, branch: int, index: int) -> float:

@@ -114,15 +114,14 @@ class ModelStore:
         progress: Progress = no_progress,
         allow_download: bool = True,
         revision: str | None = None,
-        refresh: bool = False,
     ) -> ModelFolder:
         """The folder of a model given by name or by path; both None is the default model.
 
         A path is a folder in Hugging Face layout or a GGUF file. A name that the catalog does not
         have is tried as a path, then as a repository of the Hugging Face Hub (``ORG/NAME``, or
         ``ORG/NAME/FILE.gguf`` for one file of it), of which ``revision`` names a branch, tag or
-        commit and ``refresh`` asks whether the branch moved. Raises ModelMissing,
-        ChecksumMismatch, CacheUnusable, DamagedModel or UnsupportedModel.
+        commit. Raises ModelMissing, ChecksumMismatch, CacheUnusable, DamagedModel or
+        UnsupportedModel.
         """
         if path is None and name is not None and name not in self._catalog:
             if not os.path.lexists(Path(name).expanduser()):
@@ -133,7 +132,7 @@ class ModelStore:
                         f"({', '.join(self._catalog)}), nor a local folder or .gguf file, nor "
                         "ORG/NAME of the Hugging Face Hub; give one of these"
                     )
-                return self._hub(wanted, revision, progress, allow_download, refresh)
+                return self._hub(wanted, revision, progress, allow_download, refresh=False)
             name, path = None, name
         if revision is not None:
             raise ModelMissing(
@@ -143,6 +142,25 @@ class ModelStore:
         if path is not None:
             return self._local(Path(path).expanduser(), name, progress)
         return self._known(self._catalog[name or DEFAULT_MODEL], progress, allow_download)
+
+    def pull(
+        self, name: str, progress: Progress = no_progress, revision: str | None = None
+    ) -> ModelFolder:
+        """Fetch a model by name, whatever lies in the working folder; what is here stays.
+
+        Of a model of the Hugging Face Hub it asks whether the branch moved. Raises like
+        ``resolve``.
+        """
+        if name in self._catalog:
+            return self.resolve(name, None, progress, revision=revision)
+        wanted = parse_name(name)
+        if wanted is None:
+            known = ", ".join(self._catalog)
+            raise ModelMissing(
+                f"model {shown(name)} cannot be fetched, only: {known}, or ORG/NAME of the Hugging "
+                "Face Hub"
+            )
+        return self._hub(wanted, revision, progress, allow_download=True, refresh=True)
 
     def stored(self) -> list[StoredModel]:
         """Known models, fetched or not, then converted GGUF files, then the Hub's cache.
@@ -213,7 +231,7 @@ class ModelStore:
             convert_gguf(path, target, name, origin, progress)
 
         self._make(folder, fill, progress)
-        return ModelFolder(folder, str(_manifest(folder).get("name", name)), path)
+        return ModelFolder(folder, name, path)
 
     def _known(self, model: KnownModel, progress: Progress, allow_download: bool) -> ModelFolder:
         folder = self._folder(model.name)
@@ -333,13 +351,7 @@ def pull(
     name: str, cache_dir: Path, progress: Progress = no_progress, revision: str | None = None
 ) -> ModelFolder:
     """Fetch a known model, or one of the Hugging Face Hub at its newest, unless it is there."""
-    if name not in KNOWN_MODELS and parse_name(name) is None:
-        known = ", ".join(KNOWN_MODELS)
-        raise ModelMissing(
-            f"model {shown(name)} cannot be fetched, only: {known}, or ORG/NAME of the Hugging "
-            "Face Hub"
-        )
-    return ModelStore(cache_dir).resolve(name, None, progress, revision=revision, refresh=True)
+    return ModelStore(cache_dir).pull(name, progress, revision)
 
 
 def list_models(cache_dir: Path) -> list[StoredModel]:

@@ -131,10 +131,10 @@ def test_generate_streams_text_and_nothing_else_to_stdout(
 def test_generate_sends_what_was_asked_and_no_more(server: FakeServer) -> None:
     main(["generate", "hi", "--temperature", "0", "--stop", "a", "--stop", "b", "--ignore-eos"])
     sampling = server.requests[-1].sampling
-    assert (sampling.max_tokens, sampling.temperature) == (128, 0.0)
+    assert sampling.temperature == 0.0
     assert list(sampling.stop) == ["a", "b"]
     assert sampling.ignore_eos
-    for name in ("top_p", "top_k", "seed", "n", "min_tokens"):
+    for name in ("max_tokens", "top_p", "top_k", "seed", "n", "min_tokens"):
         assert not sampling.HasField(name)
     main(["generate", "hi", "--top-p", "0.5", "--top-k", "4", "--seed", "9", "--max-tokens", "1"])
     sampling = server.requests[-1].sampling

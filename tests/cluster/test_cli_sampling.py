@@ -73,7 +73,7 @@ def test_a_flag_sends_its_field_and_no_other(server: FakeServer, flags: str) -> 
     sampling = server.requests[-1].sampling
     assert plain(getattr(sampling, field)) == value
     sent = {descriptor.name for descriptor, _ in sampling.ListFields()}
-    assert sent - {"max_tokens"} <= {field}
+    assert sent == {field}
 
 
 @pytest.mark.parametrize("bias", ["5", "x=1", "5=x", "=1", ""])
@@ -82,6 +82,11 @@ def test_a_bias_that_is_none_is_a_usage_error(
 ) -> None:
     assert main(["generate", "hi", "--logit-bias", bias]) == 2
     assert "wanted ID=X" in capsys.readouterr().err
+
+
+def test_a_bias_given_twice_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--logit-bias", "5=1", "--logit-bias", "5=-100"]) == 2
+    assert "token id 5 is given twice" in capsys.readouterr().err
 
 
 def test_logprobs_are_in_the_document_likeliest_first(

@@ -12,24 +12,26 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
 
 from kvferry.cluster.chat_input import read_chat
 from kvferry.cluster.errors import UnknownModel
-from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.intake import MAX_PROMPT_LOGPROBS, Intake, ServedModel
 from kvferry.cluster.sampling_fields import (
-    DEFAULT_MAX_TOKENS,
     INT32_MAX,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
+    SamplingFields,
 )
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.request import InvalidRequest, PromptTooLong, SamplingParams, TokenBias
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
 from tests.engine.tiny_gguf import TEMPLATE
-from tests.engine.tiny_tokenizers import byte_level
+from tests.engine.tiny_tokenizers import byte_level, save
 from tests.fakes import stub_layout
 
 VOCAB, MAX_LEN = 300, 32
@@ -98,10 +100,7 @@ def test_a_bare_request_takes_the_defaults(make: Callable[[], tuple[Intake, Bits
     assert spec.eos_token_ids == (2,)
     assert spec.max_model_len == MAX_LEN
     assert spec.cache_salt == ""
-    default = SamplingParams()
-    assert spec.sampling == SamplingParams(
-        max_tokens=DEFAULT_MAX_TOKENS, seed=spec.sampling.seed, temperature=default.temperature
-    )
+    assert spec.sampling == SamplingParams(seed=spec.sampling.seed)
 
 
 def test_every_supported_field_reaches_the_specification(intake: Intake) -> None:
@@ -263,7 +262,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "top_p": ([0.0, -0.0, -1.0, 1.0000001, math.inf, -math.inf, math.nan], [1e-300, 0.5, 1.0]),
     "top_k": ([-1, -(2**31)], [0, 1, INT32_MAX]),
-    "min_tokens": ([-1, DEFAULT_MAX_TOKENS + 1], [0, DEFAULT_MAX_TOKENS]),
+    "min_tokens": ([-1, SamplingParams().max_tokens + 1], [0, SamplingParams().max_tokens]),
     "min_p": ([-0.001, 1.0000001, math.nan, math.inf], [0.0, 1e-300, 1.0]),
     "repetition_penalty": ([0.0, -1.0, 10.001, math.nan, math.inf], [1e-300, 1.0, 10.0]),
     "presence_penalty": ([-2.001, 2.001, math.nan, -math.inf], [-2.0, 0.0, 2.0]),
@@ -339,8 +338,33 @@ def test_bad_words_are_their_tokens_at_a_beginning_and_behind_a_space(intake: In
         assert words == tuple(tuple(encode(text)) for text in ("hello", " hello"))
     assert "bad_words: a string of spaces only" in refused(intake, sampled(bad_words=["  "]))
     assert "bad_words: a string of 0 characters" in refused(intake, sampled(bad_words=[""]))
+    beyond = intake.prepare(sampled(bad_words=["日本"])).sampling.bad_words
+    assert all(max(word) < VOCAB for word in beyond), "ids that the model lacks are never sampled"
     many = ["x"] * (MAX_BAD_WORDS + 1)
     assert f"bad_words: {MAX_BAD_WORDS + 1} strings" in refused(intake, sampled(bad_words=many))
+
+
+def test_a_bad_word_without_tokens_is_refused(tmp_path: Path) -> None:
+    fast = FastTokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))  # no token for the rest
+    fast.decoder = decoders.ByteLevel()
+    fields = SamplingFields(2, save(fast, tmp_path), Bits())
+    with pytest.raises(InvalidRequest, match="bad_words: 'é' has no tokens"):
+        fields.read(pb.SamplingParams(bad_words=["é"]))
+
+
+@pytest.mark.parametrize(("length", "top"), [(3276, 10), (20, 20)])
+def test_prompt_logprobs_are_bounded_by_what_they_weigh(
+    folder: Path, length: int, top: int
+) -> None:
+    model = ServedModel("tiny", "1", "llama", "float32", stub_layout(4), 9999, VOCAB, (2,))
+    wide = Intake(model, Tokenizer(folder), ChatTemplate.from_folder(folder), Bits())
+    made = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5] * length), sampling=pb.SamplingParams(prompt_logprobs=top)
+    )
+    if length * (1 + top) <= MAX_PROMPT_LOGPROBS:
+        assert wide.prepare(made).sampling.prompt_logprobs == top
+    else:
+        assert f"prompt_logprobs: {top} for {length} prompt tokens" in refused(wide, made)
 
 
 # --- no field is forgotten ---------------------------------------------------------------------

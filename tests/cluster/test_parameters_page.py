@@ -15,7 +15,7 @@ from kvferry.protos import kvferry_pb2 as pb
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
 ROW = re.compile(r"\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|")
-DEFAULT = SamplingParams(max_tokens=sampling_fields.DEFAULT_MAX_TOKENS)
+DEFAULT = SamplingParams()
 
 
 def rows() -> dict[str, tuple[str, str, str]]:

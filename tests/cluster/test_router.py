@@ -10,12 +10,12 @@ import pytest
 from kvferry.cluster.errors import Overloaded
 from kvferry.cluster.routed_request import RequestState, RoutedRequest, StopMatch
 from kvferry.cluster.router_config import RouterConfig
-from kvferry.engine.request import Attempt, FinishReason, RequestId
+from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId
 from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
 from kvferry.worker.messages import Body, FailureCause, Leg
 from tests.cluster.routing import Bench, key, state
-from tests.fakes import stub_spec
+from tests.fakes import RecordingListener, stub_spec
 
 
 def decoding(bench: Bench, max_tokens: int = 8) -> RoutedRequest:
@@ -228,6 +228,16 @@ def test_a_finish_counts_only_with_all_tokens_before_it() -> None:
     assert not bench.listeners["r"].ends
     bench.tokens(request, 4, finish="length")
     assert len(bench.listeners["r"].ends) == 1
+
+
+def test_what_every_worker_would_refuse_is_refused_at_once() -> None:
+    """Else it would be asked for again with every list, for ever."""
+    bench = Bench()
+    spec = stub_spec("r", range(5), 3)
+    impossible = replace(spec, sampling=replace(spec.sampling, bad_words=((),)))
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        bench.router.submit(impossible, RecordingListener(), bench.now)
+    assert not bench.router.requests and bench.loads() == {}
 
 
 def test_tokens_behind_a_stop_string_are_not_delivered() -> None:

@@ -128,6 +128,11 @@ def test_examples(stops: list[str], pieces: list[str], expected: tuple[str, str 
     assert streamed(stops, pieces) == expected
 
 
+def test_a_stop_string_that_does_not_count_is_not_held_back_whole() -> None:
+    search = StopStrings(["ab", "xyzw"])
+    assert search.push("ab", may_stop=False) == ("ab", None)
+
+
 def test_what_was_held_back_is_given_out_once() -> None:
     search = StopStrings(["END"])
     assert search.push("xEN") == ("x", None)

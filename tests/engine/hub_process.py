@@ -1,7 +1,7 @@
 """Resolves one model in a process of its own and prints what came out as JSON.
 
 ``huggingface_hub`` reads its environment once, when it is loaded. Arguments: the store's folder,
-a JSON object of further arguments of ``ModelStore.resolve``.
+a JSON object of further arguments of ``ModelStore.resolve``, or with ``pull`` of that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def main(cache: str, arguments: str) -> None:
     reports: list[tuple[str, int, int]] = []
     store = ModelStore(Path(cache))
     said: dict[str, Any] = {}
+    how = json.loads(arguments)
+    find = store.pull if how.pop("pull", False) else store.resolve
     try:
-        found = store.resolve(progress=lambda *r: reports.append(r), **json.loads(arguments))
+        found = find(progress=lambda *r: reports.append(r), **how)
         said |= {"path": str(found.path), "name": found.name}
         said |= {"revision": ModelConfig.from_folder(found.path).revision}
         said |= {"listed": [asdict(model) for model in store.stored()]}

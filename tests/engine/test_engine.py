@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.engine.batch import SchedulerOutput
 from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
-from kvferry.engine.sequence import SequenceKey, SequenceProgress, SequenceState
+from kvferry.engine.sequence import SequenceFailure, SequenceKey, SequenceProgress
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import SealedBlock
 from kvferry.kv_cache.hashing import HashChain, root_hash
@@ -314,8 +314,8 @@ def test_an_owner_may_end_another_sequence_of_the_same_step() -> None:
             super().on_progress(progress, now)
             bench.engine.remove(bench.sequences["b"])
 
-        def on_failure(self, sequence: SequenceState, message: str, now: float) -> None:
-            super().on_failure(sequence, message, now)
+        def on_failure(self, failure: SequenceFailure, now: float) -> None:
+            super().on_failure(failure, now)
             bench.engine.remove(bench.sequences["b"])
 
     for fails in (False, True):

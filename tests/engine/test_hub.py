@@ -125,7 +125,7 @@ def test_a_local_folder_of_the_same_name_stands_before_the_hub(
     assert local.is_dir()
 
 
-@pytest.mark.parametrize("how", [{"allow_download": False}, {"refresh": True}, {}])
+@pytest.mark.parametrize("how", [{"allow_download": False}, {"pull": True}, {}])
 def test_what_is_not_cached_says_what_to_run(how: dict[str, bool], tmp_path: Path) -> None:
     said = offline(tmp_path, **how)
     assert said["error"] == "ModelMissing"
@@ -220,7 +220,7 @@ def test_refresh_follows_a_branch_and_a_commit_stays(tmp_path: Path) -> None:
             write_repository(tmp_path / "two", seed=1) / "model.safetensors"
         ).read_bytes()
         assert online(tmp_path, hub)["path"] == first["path"]
-        moved = online(tmp_path, hub, refresh=True)
+        moved = online(tmp_path, hub, pull=True)
         assert OTHER_COMMIT in moved["path"]
         assert moved["revision"] != first["revision"]
         assert online(tmp_path, hub, revision=COMMIT)["path"] == first["path"]

@@ -199,6 +199,27 @@ def test_invalid_logits_name_the_places_in_the_batch() -> None:
     assert step(own, replace(fine)) == step(runner(model), fine)
 
 
+def test_a_prompt_position_without_log_probabilities_names_its_place() -> None:
+    """The last row alone may be sound: then nothing else would tell."""
+    model = small_model()
+    own = runner(model)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    logits = model.logits
+
+    def first_is_nan(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden).clone()
+        if len(hidden) > 1:
+            found[0] = torch.nan
+        return found
+
+    model.logits = first_is_nan  # type: ignore[method-assign]
+    fine = sequence([1, 2], 0, [3], sample=False)
+    asking = replace(sequence([1, 2, 3], 0, [4], sampling=sampling), prompt_targets=(2, 3))
+    with pytest.raises(InvalidLogits) as caught:
+        step(own, fine, asking)
+    assert caught.value.rows == (1,)
+
+
 def test_a_pool_that_does_not_fit_is_an_error_naming_both_values() -> None:
     layout = kv_layout(model_config(), BLOCK_SIZE, "float32")
     size = NUM_BLOCKS * layout.block_bytes()

@@ -23,6 +23,7 @@ from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import random_model
 from kvferry.engine.request import (
     FinishReason,
+    InvalidRequest,
     RequestId,
     RequestSpec,
     SamplingParams,
@@ -360,6 +361,21 @@ def test_a_bad_word_is_known_across_prompt_and_hand_off(
     assert listener.tokens == plain(model, spec).tokens
     assert listener.tokens[:word] == greedy[:word]
     assert listener.tokens[word] != greedy[word]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_request_that_forbids_every_token_is_its_own_fault(
+    arrangement: Arrangement, model: LlamaModel, greedy: list[int], after: int
+) -> None:
+    """With token 1 or with token 2, and its neighbour goes on."""
+    every = range(model.config.vocab_size)
+    words = tuple((greedy[0], i) if after else (i,) for i in every)
+    spec = request_of(FIRST, replace(BASE, bad_words=words))
+    guilty, innocent = arrangement.serve(spec, request_of(FIRST, BASE))
+    assert innocent.tokens == greedy
+    assert guilty.tokens == greedy[:after]
+    error = guilty.ends[0].error
+    assert isinstance(error, InvalidRequest) and "bad_words" in str(error)
 
 
 # --- a new attempt --------------------------------------------------------------------------------

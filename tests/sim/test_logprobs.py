@@ -76,6 +76,22 @@ def test_preemption_computes_the_prompt_again_and_tells_of_it_once() -> None:
     assert cluster.router is not None and cluster.router.counters["preempted"]
 
 
+def test_a_preempted_sequence_with_output_asks_for_the_prompt_s_no_more() -> None:
+    cluster = SimCluster(decode_blocks=16)
+    asked: list[int] = []
+    execute = cluster.named("decode").runner.execute
+
+    def watched(output: Any) -> Any:
+        asked.extend(len(share.prompt_targets) for share in output.sequences)
+        return execute(output)
+
+    cluster.named("decode").runner.execute = watched
+    submit_all(cluster, max_tokens=24)
+    assert_exact(cluster)
+    assert cluster.router is not None and cluster.router.counters["preempted"]
+    assert set(asked) == {0}
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])
 def test_the_death_of_a_decode_worker_goes_on_with_the_next_one(num_tokens: int) -> None:
     cluster = SimCluster(num_decode=2)

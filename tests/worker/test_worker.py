@@ -259,8 +259,8 @@ class _Nobody:
     def on_progress(self, progress: object, now: float) -> None:
         pass
 
-    def on_failure(self, sequence: object, message: str, now: float) -> None:
-        raise AssertionError(message)
+    def on_failure(self, failure: object, now: float) -> None:
+        raise AssertionError(failure)
 
 
 # --- peers -------------------------------------------------------------------------------------

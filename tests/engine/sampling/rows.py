@@ -32,7 +32,7 @@ def filters(**params: float) -> Filters:
 def kept(logits: torch.Tensor, **params: float) -> set[int]:
     """Ids that the filters keep of one row."""
     chosen = filters(**params)
-    scaled = logits[None].double() / chosen.temperature[:, None]
+    scaled = (logits[None].double() - logits.double().max()) / chosen.temperature[:, None]
     for size in (*PREFIXES, len(logits)):
         ranking = rank(scaled, size, total_weight(scaled))
         count, decided = num_kept(ranking, chosen)

@@ -133,6 +133,12 @@ def test_only_rows_that_look_back_need_their_tokens(each: SamplingRow, seed: int
     assert torch.equal(constrain(logits(seed), [each]), constrain(logits(seed), [forgetful]))
 
 
+def test_an_id_that_the_model_lacks_needs_no_removal() -> None:
+    sampling = SamplingParams(min_tokens=2, bad_words=((VOCAB + 3,),), stop_token_ids=(VOCAB,))
+    own = constrain(logits(0), [SamplingRow(sampling, 0, 0, [1], (2**31 - 1,))])
+    assert torch.equal(own, logits(0))
+
+
 def test_the_order_is_removal_bias_repetition_output() -> None:
     sampling = SamplingParams(
         logit_bias=(TokenBias(2, -3.0), TokenBias(3, 5.0)),

@@ -118,6 +118,14 @@ def test_draw_is_the_quantile_of_what_the_filters_keep(
     assert low - 1e-12 <= u < float(steps[place]) + 1e-12
 
 
+@settings(deadline=None)
+@given(logit_rows(distinct=True), st.floats(5e-324, 1e-12), st.floats(0, 1, exclude_max=True))
+def test_a_temperature_near_zero_is_greedy(row: torch.Tensor, t: float, u: float) -> None:
+    best = row.topk(min(2, len(row))).values
+    if len(row) == 1 or best[0] - best[1] > 1e-9:
+        assert drawn(row, u, temperature=t) == int(row.argmax())
+
+
 def test_draw_never_returns_a_removed_token() -> None:
     row = torch.full((2000,), -torch.inf, dtype=torch.float64)
     row[1999], row[7] = 0.0, -1.0
