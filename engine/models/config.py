@@ -14,26 +14,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvferry.engine.models.checkpoint import read_object, shown
-from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
-from kvferry.engine.models.identity import MANIFEST_FILE, identify
+from kvferry.engine.models.errors import DamagedModel
+from kvferry.engine.models.identity import identify
 from kvferry.engine.models.refusals import (
-    SUPPORTED_ARCHITECTURES,
     architecture_of,
     has_attention_bias,
     refuse_unsupported,
     unsupported,
 )
 from kvferry.engine.models.rope import Rope, read_rope
-
-__all__ = [
-    "MANIFEST_FILE",
-    "SUPPORTED_ARCHITECTURES",
-    "DamagedModel",
-    "ModelConfig",
-    "ModelError",
-    "UnsupportedModel",
-    "read_eos_token_ids",
-]
 
 # The most that a shape may be: several times the largest model known, so that a wrong number is
 # refused here and not by the allocation that it would cause.

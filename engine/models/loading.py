@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from kvferry.engine.models.config import ModelConfig, ModelError
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import ModelError
 from kvferry.engine.models.llama import LayerWeights, LlamaModel, LlamaWeights
 from kvferry.engine.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_names, tensor_shapes
 from kvferry.engine.weights.reader import open_weights

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from kvferry.engine.models.config import ModelError
+from kvferry.engine.models.errors import ModelError
 from kvferry.engine.weights.files import Progress
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.models.config import MANIFEST_FILE, DamagedModel, ModelConfig
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel
+from kvferry.engine.models.identity import MANIFEST_FILE
 from kvferry.engine.models.tensors import check_names, tensor_shapes
 from kvferry.engine.weights.files import Progress, flush, write_bytes
 from kvferry.engine.weights.gguf_reader import open_gguf

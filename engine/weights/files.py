@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from kvferry.engine.models.config import DamagedModel, ModelError
+from kvferry.engine.models.errors import DamagedModel, ModelError
 
 #: Called with (stage, done, total); ``total`` is 0 where it is not known. Stages: ``wait`` (for
 #: another process), ``download``, ``verify``, ``extract``, ``convert``; done and total in bytes.

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvferry.engine.models.config import ModelConfig, ModelError
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import ModelError
 from kvferry.engine.weights.store import ModelStore
 
 

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvferry.engine.chat import MAX_TOOL_CALLS, MAX_TOOLS, ChatTemplate, ChatTemplateError
 from kvferry.engine.chat_template import MAX_SOURCE_CHARS, check_compiles
-from kvferry.engine.models.config import DamagedModel
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.request import InvalidRequest
 from kvferry.engine.weights.store import ModelFolder
 from tests.engine.chat_templates import (

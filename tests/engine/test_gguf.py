@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from kvferry.engine.models.config import DamagedModel, ModelConfig, ModelError, UnsupportedModel
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
 from kvferry.engine.models.frequencies import inverse_frequencies
 from kvferry.engine.models.loading import load_model
 from kvferry.engine.models.rope import Rope

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvferry.engine.models.config import DamagedModel, UnsupportedModel
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.tokenizer import TextRule, Tokenizer
 from kvferry.engine.weights.convert import convert_gguf
 from kvferry.engine.weights.files import no_progress

@@ -11,7 +11,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits
 from numpy.typing import NDArray
 
-from kvferry.engine.models.config import UnsupportedModel
+from kvferry.engine.models.errors import UnsupportedModel
 from kvferry.engine.weights.gguf_file import read_gguf
 
 READABLE = sorted({*_type_traits, GGMLQuantizationType.F32, GGMLQuantizationType.F16})

@@ -24,7 +24,8 @@ from safetensors.torch import save
 
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.models.checkpoint import MAX_CONFIG_BYTES, shown
-from kvferry.engine.models.config import DamagedModel, ModelConfig, ModelError, UnsupportedModel
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
 from kvferry.engine.models.loading import load_model
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.convert import convert_gguf

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from kvferry.engine.models.config import SUPPORTED_ARCHITECTURES
 from kvferry.engine.models.identity import content_revision
 from kvferry.engine.models.loading import load_model
+from kvferry.engine.models.refusals import SUPPORTED_ARCHITECTURES
 from kvferry.engine.weights.hub import parse_name
 from kvferry.engine.weights.hub_snapshot import HubModel
 from tests.engine.fake_hub import FakeHub

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvferry.engine.models.config import DamagedModel, ModelConfig, ModelError, UnsupportedModel
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import (
     MisshapedTensor,

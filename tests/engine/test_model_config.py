@@ -11,13 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from kvferry.engine.models.config import (
-    SUPPORTED_ARCHITECTURES,
-    DamagedModel,
-    ModelConfig,
-    UnsupportedModel,
-)
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.models.identity import content_revision
+from kvferry.engine.models.refusals import SUPPORTED_ARCHITECTURES
 from kvferry.engine.models.rope import Rope
 
 LLAMA: dict[str, Any] = {

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.models.config import DamagedModel, ModelConfig
+from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.weights.catalog import (
     DEFAULT_MODEL,
     DownloadFailed,

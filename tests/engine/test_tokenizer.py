@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from kvferry.engine.models.config import DamagedModel, UnsupportedModel
+from kvferry.engine.models.errors import DamagedModel, UnsupportedModel
 from kvferry.engine.request import InvalidRequest
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.store import ModelFolder

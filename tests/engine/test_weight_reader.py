@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvferry.engine.models.config import DamagedModel
+from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.weights.reader import MissingTensor, open_weights
 
 TENSORS = {

@@ -9,7 +9,10 @@ import grpc
 import psutil
 import pytest
 
+from kvferry.cluster import router_node
 from kvferry.cluster.client import Client
+from kvferry.cluster.errors import NotReady
+from kvferry.engine.chat import HelperUnavailable
 from kvferry.engine.chat_pool import MAX_HELPERS
 from kvferry.engine.request import InvalidRequest
 from kvferry.protos import kvferry_pb2 as pb
@@ -99,3 +102,28 @@ def test_a_conversation_too_slow_is_an_invalid_request(stack: Stack) -> None:
             client.generate_text(chat=[{"role": "user", "content": "attack"}], max_tokens=1)
         calm = [{"role": "user", "content": "calm"}]
         assert client.generate_text(chat=calm, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_more_conversations_than_may_wait_are_told_to_come_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_node, "MAX_WAITING_CHATS", 2)
+    with grpc.insecure_channel(stack.endpoint) as channel:
+        stub = InferenceStub(channel)
+        calls = [
+            stub.Tokenize.future(pb.TokenizeRequest(chat=said("attack")), timeout=LONG_S)
+            for _ in range(6)
+        ]
+        codes = [call.code() for call in calls]
+    assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def test_a_template_that_cannot_be_run_is_no_fault_of_the_conversation(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(conversation: object) -> str:
+        raise HelperUnavailable("no process can be started")
+
+    monkeypatch.setattr(stack.node.intake, "chat_text", broken)
+    with Client(stack.endpoint) as client, pytest.raises(NotReady, match="no process"):
+        client.generate_text(chat=[{"role": "user", "content": "a"}], max_tokens=1)
