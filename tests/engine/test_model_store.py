@@ -186,6 +186,9 @@ def test_a_local_gguf_is_converted_once_per_content(shelf: Shelf, tmp_path: Path
     marker.touch()
     assert shelf.store().resolve(name=str(path)) == first
     assert marker.exists(), "converted again"
+    other = path.rename(tmp_path / "other.gguf")
+    assert shelf.store().resolve(path=other) == replace(first, name="other", gguf_path=other)
+    other.rename(path)
     write_tiny_gguf(path, seed=1)
     second = shelf.store().resolve(path=path)
     assert second.path != first.path
