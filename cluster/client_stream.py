@@ -81,6 +81,8 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
         )
     given_options: Mapping[str, Any] = options
     sampling = {k: v for k, v in given_options.items() if k in Sampling.__annotations__}
+    for name, value in sampling.items():
+        _check_encodes(name, value)
     try:
         request = pb.GenerateRequest(
             request_id=options.get("request_id", ""),
@@ -96,6 +98,17 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidRequest(f"the request cannot be encoded: {exc}") from exc
     return request
+
+
+def _check_encodes(name: str, value: Any) -> None:
+    """Name the sampling parameter that the contract cannot say."""
+    field = pb.SamplingParams.DESCRIPTOR.fields_by_name[name]
+    if field.is_repeated and isinstance(value, str | bytes):
+        raise InvalidRequest(f"{name}: got {value!r:.80}, wanted a list")
+    try:
+        pb.SamplingParams(**{name: value})
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequest(f"{name}: got {value!r:.80}, which cannot be encoded: {exc}") from exc
 
 
 @dataclass(slots=True)

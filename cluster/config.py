@@ -28,6 +28,7 @@ class ConfigError(KVFerryError):
     """The configuration cannot be used: names each key, the value it got and the one it wanted."""
 
     exit_code = 2
+    is_one_line = False
 
 
 # Keys and values that are spoken for and that a later version fills.

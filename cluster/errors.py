@@ -45,7 +45,7 @@ from typing import cast
 import grpc
 
 from kvferry.engine.request import InvalidRequest, PromptTooLong
-from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_cache.errors import KVFerryError, one_line
 from kvferry.kv_transfer.connector import TransferFailed
 
 __all__ = [
@@ -188,6 +188,7 @@ _BY_STATUS: dict[str, type[KVFerryError]] = {
     "PERMISSION_DENIED": PermissionDenied,
     "INVALID_ARGUMENT": InvalidRequest,
 }
+_MAX_DETAILS_BYTES = 4096  # gRPC closes a stream whose headers exceed 8 KiB
 _TOO_LARGE = "message larger than max"  # gRPC's own words, with both sizes
 
 
@@ -218,8 +219,19 @@ def to_grpc(exc: BaseException, request_id: str = "") -> GrpcFailure:
         metadata.append((REQUEST_ID_KEY, request_id))
     if isinstance(exc, Overloaded) and exc.retry_after_s is not None:
         metadata.append((RETRY_AFTER_KEY, str(max(0, round(exc.retry_after_s * 1000)))))
-    details = str(exc) if isinstance(exc, KVFerryError) else f"{type(exc).__name__}: {exc}"
-    return GrpcFailure(grpc.StatusCode[STATUS[cls].grpc], details, tuple(metadata))
+    ours = isinstance(exc, KVFerryError)
+    details = str(exc) if ours else one_line(f"{type(exc).__name__}: {exc}")
+    return GrpcFailure(grpc.StatusCode[STATUS[cls].grpc], _fitting(details), tuple(metadata))
+
+
+def _fitting(details: str) -> str:
+    """As much of a message as headers take, where what is not ASCII grows threefold."""
+    size = 0
+    for place, character in enumerate(details):
+        size += 1 if character.isascii() else 3 * len(character.encode("utf-8", "replace"))
+        if size > _MAX_DETAILS_BYTES:
+            return f"{details[:place]}..."
+    return details
 
 
 def trailing_metadata(error: grpc.RpcError) -> dict[str, str]:

@@ -92,6 +92,7 @@ class Intake:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a raw text, with the token that the model wants before a document."""
+        self._check_length(text)
         return self.tokenizer.encode(text, add_special_tokens=True)
 
     def tokenize_input(self, request: pb.TokenizeRequest) -> list[int]:
@@ -102,7 +103,18 @@ class Intake:
 
     def tokenize_chat(self, chat: pb.ChatInput) -> list[int]:
         """Token ids of a conversation; its template writes every special token itself."""
-        return self.tokenizer.encode(self.chat_text(chat), add_special_tokens=False)
+        text = self.chat_text(chat)
+        self._check_length(text)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what could not fit even in the longest tokens, before it is tokenized."""
+        most = self.model.max_model_len * max(1, self.tokenizer.longest_token)
+        if len(text) > most:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters; {self.model.max_model_len} tokens, which "
+                f"the model takes with the output, are {most} at most: shorten the prompt"
+            )
 
     def chat_text(self, chat: pb.ChatInput) -> str:
         """The prompt text of a conversation, by the model's chat template."""

@@ -16,6 +16,7 @@ from kvferry.protos import kvferry_pb2 as pb
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
@@ -53,7 +54,7 @@ class SamplingFields:
             top_p=_number(sampling, "top_p", _DEFAULT.top_p, 0.0, 1.0, above=True),
             min_p=_number(sampling, "min_p", _DEFAULT.min_p, 0.0, 1.0),
             repetition_penalty=_number(
-                sampling, "repetition_penalty", _DEFAULT.repetition_penalty, 0.0, 10.0, above=True
+                sampling, "repetition_penalty", _DEFAULT.repetition_penalty, 0.01, 10.0
             ),
             presence_penalty=_number(
                 sampling, "presence_penalty", _DEFAULT.presence_penalty, -2.0, 2.0
@@ -76,9 +77,14 @@ class SamplingFields:
         )
 
     def _stop_ids(self, ids: list[int]) -> tuple[int, ...]:
-        for token_id in ids:
+        distinct = dict.fromkeys(ids)
+        if len(distinct) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids: {len(distinct)} ids, wanted at most {MAX_STOP_TOKEN_IDS}"
+            )
+        for token_id in distinct:
             self._check_id("stop_token_ids", token_id)
-        return tuple(ids)
+        return tuple(distinct)
 
     def _biases(self, items: Iterable[tuple[int, float]]) -> tuple[TokenBias, ...]:
         biases = tuple(TokenBias(*item) for item in sorted(items))

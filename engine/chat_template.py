@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE_CHARS = 1 << 20
+MAX_SOURCE_CHARS = 1 << 17
 MAX_REPEATED = 1 << 20
 MAX_EXPONENT = 1024
 

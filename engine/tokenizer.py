@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,22 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text: not valid Unicode ({error}); send whole UTF-8") from error
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            # A batch, because only that leaves Python's lock to other threads meanwhile.
+            (encoded,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:  # a panic of the library is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequest(
+                f"text: the model's tokenizer cannot take it ({error}); send another text"
+            ) from error
+        ids: list[int] = encoded.ids
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=0)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""

@@ -6,9 +6,29 @@ Each class stands beside its cause, in its own room; the whole tree is drawn in
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+MAX_MESSAGE_CHARS = 2000
+
 
 class KVFerryError(Exception):
     """Base of every error that KVFerry raises on purpose.
 
-    The message names the value it got, the value it wanted, and what to do.
+    The message names the value it got, the value it wanted, and what to do. It is one line, as a
+    terminal or a log may show it, whatever the values are that it quotes.
     """
+
+    is_one_line: ClassVar[bool] = True  # False: each of its lines is
+
+    def __init__(self, message: str = "") -> None:
+        lines = [message] if self.is_one_line else message.split("\n")
+        super().__init__("\n".join(map(one_line, lines)))
+
+
+def one_line(text: str) -> str:
+    """A text without control characters, and of at most ``MAX_MESSAGE_CHARS`` characters."""
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]}..."
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)

@@ -83,7 +83,7 @@ def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+        raise UsageError(message, self.format_usage().rstrip())
 
 
 def _report(result: Result, command: Command | None, argv: list[str]) -> None:
@@ -96,6 +96,8 @@ def _report(result: Result, command: Command | None, argv: list[str]) -> None:
     elif error is not None and not isinstance(error, BrokenPipeError):
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         print(f"kvferry: {message}", file=sys.stderr)
+        if isinstance(error, UsageError) and error.usage:
+            print(error.usage, file=sys.stderr)
 
 
 def _reader_gone() -> int:

@@ -19,9 +19,13 @@ EXIT_INTERRUPTED = 130
 
 
 class UsageError(KVFerryError):
-    """The arguments cannot be used; says which and how they are used."""
+    """The arguments cannot be used; says which. ``usage`` is how they are used."""
 
     exit_code = EXIT_USAGE
+
+    def __init__(self, message: str, usage: str = "") -> None:
+        super().__init__(message)
+        self.usage = usage
 
 
 class RunFailed(KVFerryError):

@@ -45,10 +45,15 @@ def _value(message: Message, field: Any) -> Any:
 
 
 def error_json(exc: BaseException | None) -> Json | None:
-    """``{code, type, message}``, code being the gRPC status name."""
+    """``{code, type, message}``, code being the gRPC status name.
+
+    What ends a command with 2 is its user's argument or file.
+    """
     if exc is None:
         return None
-    return {"code": status_of(exc).grpc, "type": type(exc).__name__, "message": str(exc)}
+    is_usage = getattr(exc, "exit_code", 1) == 2
+    code = "INVALID_ARGUMENT" if is_usage else status_of(exc).grpc
+    return {"code": code, "type": type(exc).__name__, "message": str(exc)}
 
 
 @dataclass(frozen=True, slots=True)

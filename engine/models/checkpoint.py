@@ -20,7 +20,7 @@ from kvferry.engine.models.errors import DamagedModel
 MAX_CONFIG_BYTES = 4 << 20
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 17
 
 _SHOWN_CHARS = 80
 _SHOWN_ITEMS = 8
@@ -107,8 +107,8 @@ def strict_json(content: str | bytes) -> Any:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for at, key in enumerate(keys) if key in keys[:at])
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"key {shown(twice)} stands twice")
     return found
 

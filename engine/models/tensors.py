@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvferry.engine.models.checkpoint import shown
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.errors import DamagedModel
 from kvferry.engine.models.refusals import unsupported
@@ -73,8 +74,9 @@ def check_names(config: ModelConfig, names: Iterable[str]) -> None:
     unread = sorted(n for n in held - known.keys() - ignored if not n.endswith(_FREQUENCIES))
     if unread:
         more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
-        found = f"tensors that its configuration does not announce: {', '.join(unread[:_NAMED])}"
-        raise unsupported(config.name, config.architecture, found + more)
+        named = ", ".join(map(shown, unread[:_NAMED]))
+        found = f"tensors that its configuration does not announce: {named}{more}"
+        raise unsupported(config.name, config.architecture, found)
     if HEAD in known and HEAD not in held:
         raise DamagedModel(
             f"model {config.name!r} has no tensor {HEAD!r}, and its configuration has "

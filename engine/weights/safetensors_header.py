@@ -37,6 +37,7 @@ _MAX_HEADER_BYTES = 32 << 20
 _MAX_INDEX_BYTES = 32 << 20
 _MAX_DIMS = 8
 _MAX_SHARDS = 4096
+_MAX_TENSORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def read_header(file: Path) -> Header:
         raise DamagedModel(f"{file}: cannot be read ({error.strerror})") from error
     entries = parse_object(text, f"{file}: header")
     entries.pop("__metadata__", None)
+    if len(entries) > _MAX_TENSORS:
+        raise DamagedModel(f"{file}: {len(entries)} tensors, wanted at most {_MAX_TENSORS}")
     tensors = [(name, _tensor(file, name, entry, 8 + length)) for name, entry in entries.items()]
     tensors.sort(key=lambda item: (item[1].begin, item[1].end))
     at = 8 + length

@@ -52,7 +52,7 @@ from kvferry.engine.weights.files import (
 from kvferry.engine.weights.files import ModelMissing as ModelMissing
 from kvferry.engine.weights.hub import CachedModel, cached_models, parse_name
 from kvferry.engine.weights.hub import fetch as fetch_from_hub
-from kvferry.engine.weights.hub_snapshot import PICKLE_SUFFIXES, HubModel
+from kvferry.engine.weights.hub_snapshot import PICKLE_SUFFIXES, HubModel, check_config
 from kvferry.engine.weights.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 
@@ -124,7 +124,7 @@ class ModelStore:
         UnsupportedModel.
         """
         if path is None and name is not None and name not in self._catalog:
-            if not os.path.lexists(Path(name).expanduser()):
+            if not os.path.lexists(os.path.expanduser(name)):
                 wanted = parse_name(name)
                 if wanted is None:
                     raise ModelMissing(
@@ -140,7 +140,7 @@ class ModelStore:
                 "of the Hugging Face Hub and has none; leave it out"
             )
         if path is not None:
-            return self._local(Path(path).expanduser(), name, progress)
+            return self._local(Path(os.path.expanduser(path)), name, progress)
         return self._known(self._catalog[name or DEFAULT_MODEL], progress, allow_download)
 
     def pull(
@@ -205,7 +205,9 @@ class ModelStore:
             never = f"; {', '.join(pickles[:3])} may hold code and is never opened: convert it to "
             instead = f"{never}safetensors" if pickles else ""
             raise DamagedModel(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE}{instead}")
-        return ModelFolder(path, identify(path).name, _gguf(path))
+        identity = identify(path)
+        check_config(identity.name, path)  # before anything is started for it
+        return ModelFolder(path, identity.name, _gguf(path))
 
     def _hub(
         self,

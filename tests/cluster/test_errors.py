@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -142,3 +143,12 @@ def test_importing_the_client_loads_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("unit", ["x", "é", "😀", "\x1b[31m", "a\nb"])
+def test_a_message_of_any_length_and_any_characters_crosses_the_wire_as_one_line(unit: str) -> None:
+    failure = to_grpc(errors.UnknownModel(f"model {unit * 9000} is not served here"))
+    assert len(quote(failure.details)) < 5000, "headers of more than 8 KiB end the stream"
+    assert failure.details.isprintable()
+    assert failure.details.startswith("model ")
+    assert to_grpc(ValueError(unit * 9000)).details.startswith("ValueError: ")

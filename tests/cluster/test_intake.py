@@ -264,7 +264,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "top_k": ([-1, -(2**31)], [0, 1, INT32_MAX]),
     "min_tokens": ([-1, SamplingParams().max_tokens + 1], [0, SamplingParams().max_tokens]),
     "min_p": ([-0.001, 1.0000001, math.nan, math.inf], [0.0, 1e-300, 1.0]),
-    "repetition_penalty": ([0.0, -1.0, 10.001, math.nan, math.inf], [1e-300, 1.0, 10.0]),
+    "repetition_penalty": ([0.0, 0.009, -1.0, 10.001, math.nan, math.inf], [0.01, 1.0, 10.0]),
     "presence_penalty": ([-2.001, 2.001, math.nan, -math.inf], [-2.0, 0.0, 2.0]),
     "frequency_penalty": ([-2.001, 2.001, math.nan, math.inf], [-2.0, 0.0, 2.0]),
     "logprobs": ([-1, 21], [0, 20]),
@@ -365,6 +365,25 @@ def test_prompt_logprobs_are_bounded_by_what_they_weigh(
         assert wide.prepare(made).sampling.prompt_logprobs == top
     else:
         assert f"prompt_logprobs: {top} for {length} prompt tokens" in refused(wide, made)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake.tokenizer, "encode", None)  # it would raise
+    longest = MAX_LEN * intake.tokenizer.longest_token
+    with pytest.raises(PromptTooLong, match=f"{longest + 1} characters"):
+        intake.prepare(request(text="a" * (longest + 1)))
+    said = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="a" * longest)])
+    with pytest.raises(PromptTooLong, match="characters"):
+        intake.prepare(pb.GenerateRequest(chat=said))
+
+
+def test_stop_ids_are_distinct_and_bounded(folder: Path) -> None:
+    fields = SamplingFields(99999, Tokenizer(folder), Bits())
+    assert fields.read(pb.SamplingParams(stop_token_ids=[7, 5] * 9000)).stop_token_ids == (7, 5)
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids: 1025 ids, wanted at most 1024"):
+        fields.read(pb.SamplingParams(stop_token_ids=range(1025)))
 
 
 # --- no field is forgotten ---------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from kvferry.engine.chat import ChatTemplate
-from kvferry.engine.models.checkpoint import MAX_CONFIG_BYTES, shown
+from kvferry.engine.models.checkpoint import MAX_CONFIG_BYTES, read_object, shown
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
 from kvferry.engine.models.loading import load_model
@@ -432,6 +432,13 @@ def test_a_gguf_header_that_announces_the_impossible_is_refused_at_once(what: st
         read_gguf(folder / "m.gguf")
 
 
+def test_a_double_key_behind_many_is_found_without_comparing_all(tmp_path: Path) -> None:
+    keys = ", ".join(f'"k{i}": 0' for i in range(200_000))  # comparing all would take hours
+    (tmp_path / "config.json").write_text(f'{{{keys}, "k9": 1}}')
+    with pytest.raises(DamagedModel, match="key 'k9' stands twice"):
+        read_object(tmp_path / "config.json")
+
+
 def test_one_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "m.gguf", extra={"split.count": 3})
     with pytest.raises(UnsupportedModel, match="one part of 3"):
@@ -477,7 +484,7 @@ def test_memory_stays_within_a_small_multiple_of_the_header(kind: str, tmp_path:
     code = (
         "import sys, resource; from pathlib import Path\n"
         "from kvferry.engine.weights.gguf_file import read_gguf\n"
-        "from kvferry.engine.models.config import ModelError\n"
+        "from kvferry.engine.models.errors import ModelError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try: read_gguf(Path(sys.argv[1]))\n"
         "except ModelError: pass\n"

@@ -172,3 +172,18 @@ def test_a_decoder_that_cannot_be_streamed_exactly_is_refused(tmp_path: Path) ->
     fast.decoder = decoders.WordPiece()
     with pytest.raises(UnsupportedModel, match="WordPiece"):
         save(fast, tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_invalid_text(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path)
+
+    class PanicException(BaseException):
+        """As the library's own, which is no Exception."""
+
+    class Panicking:
+        def encode_batch_fast(self, *arguments: object, **options: object) -> None:
+            raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    tokenizer._fast = Panicking()  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match="tokenizer cannot take it"):
+        tokenizer.encode("x")
