@@ -22,11 +22,11 @@ from kvferry.engine.weights.store import ModelFolder
 from kvferry.worker.messages import Announce, Envelope
 from tests.golden.cluster import RealCluster, greedy
 from tests.golden.prompts import PASSAGE, long_text
+from tests.golden.reference import generate
 
 pytestmark = pytest.mark.model
 
 NUM_TOKENS = 32
-MARGIN = 1e-3
 
 # name: (source, first token, length); chunks of 32 tokens, blocks of 16
 PROMPTS = {
@@ -72,21 +72,9 @@ def golden(reference_model: Any, prompts: dict[str, list[int]]) -> dict[str, lis
     """transformers' greedy tokens; fails where the reference itself is a near tie."""
     answers = {}
     for name, ids in prompts.items():
-        out = reference_model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        for step, logits in enumerate(out.logits):
-            best = logits[0].topk(2).values
-            assert float(best[0] - best[1]) > MARGIN, f"{name}: step {step} is a near tie"
-        answers[name] = out.sequences[0, len(ids) :].tolist()
+        answer = generate(reference_model, ids, NUM_TOKENS)
+        assert answer is not None, f"{name}: a near tie"
+        answers[name] = answer
     return answers
 
 
