@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kvferry.engine.models.checkpoint import read_text
 from kvferry.engine.models.errors import DamagedModel, ModelError
-from kvferry.engine.weights.files import ModelMissing, Progress
+from kvferry.engine.models.identity import hub_repository
+from kvferry.engine.weights.files import ModelMissing, Progress, folder_bytes
 from kvferry.engine.weights.hub_download import download
 from kvferry.engine.weights.hub_snapshot import (
     DEFAULT_REVISION,
@@ -27,6 +30,7 @@ from kvferry.engine.weights.hub_snapshot import (
     pull_command,
 )
 
+_REF_BYTES = 256  # a reference holds a commit
 _REVISION = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+/-]{0,200}")
 
 
@@ -90,27 +94,42 @@ def fetch(
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Snapshots in the cache that we could run, by repository; reads small files only."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+    """Snapshots in the cache that we could run, by repository; reads small files only.
 
-    try:
-        repositories = scan_cache_dir().repos
-    except (CacheNotFound, OSError, ValueError):
-        return
-    for repository in sorted(repositories, key=lambda it: it.repo_id):
-        if repository.repo_type != "model":
+    What cannot be read is passed over, and hides nothing else.
+    """
+    from huggingface_hub import constants
+
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        with suppress(OSError):
+            yield from _cached_snapshots(repository)
+
+
+def _cached_snapshots(repository: Path) -> Iterator[CachedModel]:
+    """Those of one repository's folder, newest first. Raises OSError."""
+    snapshots = sorted(
+        (repository / "snapshots").iterdir(), key=lambda it: (-it.stat().st_mtime, it.name)
+    )
+    for snapshot in snapshots:
+        name = hub_repository(snapshot)
+        if name is None:
             continue
-        for snapshot in sorted(repository.revisions, key=lambda it: -it.last_modified):
-            try:
-                check_config(repository.repo_id, snapshot.snapshot_path)
-                check_snapshot(repository.repo_id, snapshot.snapshot_path)
-            except ModelError:
-                continue
-            names = tuple(sorted(snapshot.refs)) or (snapshot.commit_hash,)
-            yield CachedModel(
-                repository.repo_id, snapshot.snapshot_path, names, snapshot.size_on_disk
-            )
+        try:
+            check_config(name, snapshot)
+            check_snapshot(name, snapshot)
+        except ModelError:
+            continue
+        names = tuple(sorted(_refs(repository, snapshot.name))) or (snapshot.name,)
+        yield CachedModel(name, snapshot, names, folder_bytes(snapshot))
+
+
+def _refs(repository: Path, commit: str) -> Iterator[str]:
+    """Branches and tags that stand for a commit in the cache."""
+    root = repository / "refs"
+    for file in root.rglob("*"):
+        with suppress(DamagedModel):
+            if file.is_file() and read_text(file, _REF_BYTES).strip() == commit:
+                yield str(file.relative_to(root))
 
 
 def _offline() -> bool:

@@ -125,6 +125,21 @@ def test_a_local_folder_of_the_same_name_stands_before_the_hub(
     assert local.is_dir()
 
 
+def test_what_is_broken_in_the_cache_hides_no_other_model(tmp_path: Path) -> None:
+    whole = lay_cache(tmp_path, write_repository(tmp_path / "source"))
+    cache = tmp_path / "hub"
+    for place, name in enumerate(("a--loop", "b--file", "c--empty", "z--ref")):
+        (cache / f"models--{name}" / "snapshots").mkdir(parents=True)
+        if place == 0:
+            loop = cache / f"models--{name}" / "snapshots" / OTHER_COMMIT
+            loop.symlink_to(loop)
+    (cache / "models--b--file" / "snapshots" / OTHER_COMMIT).touch()
+    os.mkfifo(cache / "models--c--empty" / "refs")
+    (whole.parent.parent / "refs" / "odd").write_bytes(bytes(5000))
+    listed = offline(tmp_path)["listed"]
+    assert [m["folder"] for m in listed if m["source"].startswith("Hugging")] == [str(whole)]
+
+
 @pytest.mark.parametrize("how", [{"allow_download": False}, {"pull": True}, {}])
 def test_what_is_not_cached_says_what_to_run(how: dict[str, bool], tmp_path: Path) -> None:
     said = offline(tmp_path, **how)
