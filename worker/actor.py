@@ -59,14 +59,15 @@ class WorkerActor:
             pid=os.getpid(),
             host=socket.gethostname(),
             threads=self._settings.threads,
-            kernels="reference",
-            isa=None,
+            kernels=built.kernels.implementation,
+            isa=built.kernels.isa,
             connectors=tuple(endpoint.connector for endpoint in endpoints_of(info)),
             model=built.model,
             layout=built.layout,
             dtype=self._settings.dtype,
             max_model_len=built.max_model_len,
             pool_arithmetic=built.pool.arithmetic,
+            kernels_warning=built.kernels.warning,
             node_id=node_id,
         )
 

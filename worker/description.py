@@ -13,7 +13,8 @@ from kvferry.worker.messages import Member
 class WorkerDescription:
     """What a started worker says of itself.
 
-    ``pool_arithmetic`` is the line that says how its number of blocks came about.
+    ``pool_arithmetic`` is the line that says how its number of blocks came about;
+    ``kernels_warning`` why its kernels are not the ones that were hoped for.
     """
 
     member: Member
@@ -28,5 +29,6 @@ class WorkerDescription:
     dtype: str
     max_model_len: int
     pool_arithmetic: str
+    kernels_warning: str | None = None
     node_id: str | None = None
     num_restarts: int = 0

@@ -1,5 +1,5 @@
-# Each takes pointers, sizes, strides in elements, dtypes and threads in the order of module.cpp, and
-# returns the reason why it did nothing, or None.
+# Each kernel takes pointers, sizes, strides in elements, dtypes and threads in the order of
+# module.cpp, and returns the reason why it did nothing, or None.
 
 SOURCES: str
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kvferry.kernels.cpu.errors import ExtensionMissing, ExtensionStale, UnknownIsa
 from kvferry.kernels.cpu.sources import EXTENSION, sources_digest
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+__all__ = ["isa", "isas", "load_extension", "native", "select_isa"]
 
 REBUILD = "build it with `make ext` (it needs a C++ compiler), or install KVFerry again"
 
@@ -31,7 +33,7 @@ def load_extension(folder: Path) -> ModuleType:
             f"the compiled kernels cannot be loaded: {error}; {REBUILD}"
         ) from error
     wanted = sources_digest(folder)
-    if wanted is not None and extension.SOURCES != wanted:
+    if wanted not in (None, extension.SOURCES):
         raise ExtensionStale(
             f"the compiled kernels were built from sources {extension.SOURCES}, but those in "
             f"{folder} are {wanted}; {REBUILD}"
@@ -52,7 +54,7 @@ def isas() -> tuple[str, ...]:
 
 def isa() -> str:
     """The one in force: at first the widest."""
-    return cast(str, native.isa())
+    return native.isa()
 
 
 def select_isa(name: str | None) -> str:

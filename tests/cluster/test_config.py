@@ -74,7 +74,7 @@ def test_override_of_one_alternative_takes_back_the_other(tmp_path: Path) -> Non
         ("schduler: {}", "schduler: unknown key; did you mean scheduler?"),
         ("block_size: 8", "block_size: unknown key; did you mean cache.block_size?"),
         ("transfer: {faults: {corupt: 1}}", "did you mean transfer.faults.corrupt?"),
-        ("debug: {xyz: 1}", "debug.xyz: unknown key; debug has audit_every_step"),
+        ("debug: {xyz: 1}", "debug.xyz: unknown key; debug has audit_every_step, kernels, isa"),
     ],
 )
 def test_unknown_key_names_its_path_and_the_nearest(

@@ -13,7 +13,7 @@ namespace kvferry {
 namespace KVFERRY_ISA {
 
 constexpr int64_t TOKENS_PER_SPLIT = 512;
-constexpr int TILE = 64;                              // tokens
+constexpr int TILE = 128;                             // tokens
 constexpr int ROWS = MANY_REGISTERS ? 4 : 2;          // tokens whose scores are summed at once
 constexpr int HEADS = 4;                              // query heads at once
 constexpr int COLUMNS = MANY_REGISTERS ? 4 : 2;       // vectors of the output at once
@@ -45,7 +45,7 @@ struct DecodeScratch {
   float* q;         // [group, padded_dim], in the order of the pool's rows
   float* out;       // the same
   float* scores;    // [group, TILE]
-  vf* partial;      // [HEADS, TILE]
+  vf* partial;      // [HEADS, W]
   float* wide;      // [2, TILE, padded_dim], rows that are widened beforehand
   float* maximum;   // [group]
   float* total;     // [group]
@@ -53,7 +53,7 @@ struct DecodeScratch {
 
 inline int64_t decode_floats(const Attention& a) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
-  return round_up(group * dim, 16) * 2 + group * TILE + HEADS * TILE * W + 2 * TILE * dim +
+  return round_up(group * dim, 16) * 2 + group * TILE + HEADS * W * W + 2 * TILE * dim +
          round_up(group, 16) * 2;
 }
 
@@ -61,7 +61,7 @@ inline DecodeScratch decode_scratch(const Attention& a, float* base) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
   DecodeScratch s;
   s.partial = reinterpret_cast<vf*>(base);
-  s.q = base + HEADS * TILE * W;
+  s.q = base + HEADS * W * W;
   s.out = s.q + round_up(group * dim, 16);
   s.scores = s.out + round_up(group * dim, 16);
   s.wide = s.scores + group * TILE;
@@ -99,10 +99,10 @@ KVFERRY_INLINE void fetch_row(const T* row, int64_t dim) {
   for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// partial[h * TILE + t] = the products of query h and key t, not yet summed over lanes.
+// scores[h * TILE + t] of G heads; `count` is a multiple of W.
 template <class T, int G>
-KVFERRY_INLINE void multiply_keys(const T* const* k, int count, const float* q, int64_t dim,
-                                  vf* partial, const TileRows<T>* next) {
+KVFERRY_INLINE void score_keys(const T* const* k, int count, const float* q, int64_t dim,
+                               float* scores, vf* partial, const TileRows<T>* next) {
   int64_t pairs = dim / (2 * W), stride = round_up(dim, W);
   bool single = dim - pairs * 2 * W > 0;
   for (int t = 0; t < count; t += ROWS) {
@@ -113,7 +113,11 @@ KVFERRY_INLINE void multiply_keys(const T* const* k, int count, const float* q, 
     for (int64_t pair = 0; pair < pairs; ++pair) {
       vf row[ROWS][2];
       KVFERRY_UNROLL
-      for (int i = 0; i < ROWS; ++i) load_pair(k[t + i] + pair * 2 * W, row[i][0], row[i][1]);
+      for (int i = 0; i < ROWS; ++i) {
+        load_pair(k[t + i] + pair * 2 * W, row[i][0], row[i][1]);
+        hold(row[i][0]);
+        hold(row[i][1]);
+      }
       KVFERRY_UNROLL
       for (int h = 0; h < G; ++h) {
         const float* from = q + h * stride + pair * 2 * W;
@@ -136,7 +140,13 @@ KVFERRY_INLINE void multiply_keys(const T* const* k, int count, const float* q, 
     KVFERRY_UNROLL
     for (int i = 0; i < ROWS; ++i) {
       KVFERRY_UNROLL
-      for (int h = 0; h < G; ++h) partial[h * TILE + t + i] = sums[i][h];
+      for (int h = 0; h < G; ++h) partial[h * W + (t + i) % W] = sums[i][h];
+    }
+    if ((t + ROWS) % W == 0) {
+      KVFERRY_UNROLL
+      for (int h = 0; h < G; ++h) {
+        store(scores + h * TILE + t + ROWS - W, sums_of<W>(partial + h * W));
+      }
     }
   }
 }
@@ -148,18 +158,14 @@ KVFERRY_INLINE void score_tile(const T* const* k, int count, const float* q, int
   for (int64_t head = 0; head < group; head += HEADS) {
     int heads = int(smaller(HEADS, group - head));
     const float* from = q + head * round_up(dim, W);
-    const TileRows<T>* ahead = head == 0 ? next : nullptr;
+    float* scores = s.scores + head * TILE;
     switch (heads) {
-      case 1: multiply_keys<T, 1>(k, count, from, dim, s.partial, ahead); break;
-      case 2: multiply_keys<T, 2>(k, count, from, dim, s.partial, ahead); break;
-      case 3: multiply_keys<T, 3>(k, count, from, dim, s.partial, ahead); break;
-      default: multiply_keys<T, 4>(k, count, from, dim, s.partial, ahead); break;
+      case 1: score_keys<T, 1>(k, count, from, dim, scores, s.partial, next); break;
+      case 2: score_keys<T, 2>(k, count, from, dim, scores, s.partial, next); break;
+      case 3: score_keys<T, 3>(k, count, from, dim, scores, s.partial, next); break;
+      default: score_keys<T, 4>(k, count, from, dim, scores, s.partial, next); break;
     }
-    for (int h = 0; h < heads; ++h) {
-      for (int t = 0; t < count; t += W) {
-        store(s.scores + (head + h) * TILE + t, sums_of<W>(s.partial + h * TILE + t));
-      }
-    }
+    next = nullptr;
   }
 }
 

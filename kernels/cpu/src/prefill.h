@@ -16,6 +16,7 @@ namespace KVFERRY_ISA {
 constexpr int BLOCK = 6;                                    // rows in registers
 constexpr int COLUMN_VECTORS = MANY_REGISTERS ? 4 : 2;      // vectors beside them
 constexpr int64_t ROWS_PER_TILE = 96;
+constexpr int KEYS = 64;                                    // keys per tile
 
 struct PrefillItem {
   int64_t seq, kv_head, first, count;  // queries of the sequence
@@ -27,27 +28,27 @@ inline int64_t tile_rows(int64_t group) { return round_up(queries_per_tile(group
 struct PrefillScratch {
   float* q;        // [rows, padded_dim], scaled
   float* out;      // [rows, padded_dim]
-  float* scores;   // [rows, TILE]
-  float* keys;     // [padded_dim, TILE]
-  float* values;   // [TILE, padded_dim]
+  float* scores;   // [rows, KEYS]
+  float* keys;     // [padded_dim, KEYS]
+  float* values;   // [KEYS, padded_dim]
   float* maximum;  // [rows]
   float* total;    // [rows]
 };
 
 inline int64_t prefill_floats(const Attention& a) {
   int64_t rows = tile_rows(a.heads / a.kv_heads), dim = padded_dim(a);
-  return rows * (2 * dim + TILE) + 2 * TILE * dim + 2 * round_up(rows, 16);
+  return rows * (2 * dim + KEYS) + 2 * KEYS * dim + 2 * round_up(rows, 16);
 }
 
 inline PrefillScratch prefill_scratch(const Attention& a, float* base) {
   int64_t rows = tile_rows(a.heads / a.kv_heads), dim = padded_dim(a);
   PrefillScratch s;
   s.keys = base;
-  s.values = s.keys + TILE * dim;
-  s.q = s.values + TILE * dim;
+  s.values = s.keys + KEYS * dim;
+  s.q = s.values + KEYS * dim;
   s.out = s.q + rows * dim;
   s.scores = s.out + rows * dim;
-  s.maximum = s.scores + rows * TILE;
+  s.maximum = s.scores + rows * KEYS;
   s.total = s.maximum + round_up(rows, 16);
   return s;
 }
@@ -93,10 +94,10 @@ inline void multiply(const float* a, int64_t a_stride, const float* b, int64_t b
   }
 }
 
-// keys[d, t] = key t, element d, for t < TILE; zeros behind the last row and the last element.
+// keys[d, t] = key t, element d, for t < KEYS; zeros behind the last row and the last element.
 template <class T>
 inline void transpose_keys(const TileRows<T>& rows, int64_t dim, float* keys) {
-  for (int64_t t = 0; t < TILE; t += W) {
+  for (int64_t t = 0; t < KEYS; t += W) {
     for_vectors(dim, [&](int64_t d, int n) {
       vf tile[W];
       KVFERRY_UNROLL
@@ -105,7 +106,7 @@ inline void transpose_keys(const TileRows<T>& rows, int64_t dim, float* keys) {
       }
       transpose<1>(tile);
       KVFERRY_UNROLL
-      for (int i = 0; i < W; ++i) store(keys + (d + i) * TILE + t, tile[i]);
+      for (int i = 0; i < W; ++i) store(keys + (d + i) * KEYS + t, tile[i]);
     });
   }
 }
@@ -146,15 +147,15 @@ inline void attend_block(const Attention& a, const PrefillItem& item, PrefillScr
   };
   int64_t end = smaller(row + BLOCK, rows), width = last_of(end - 1);
   if (width <= 0 || first_of(row) >= count) return;
-  float* scores = s.scores + row * TILE;
-  multiply<false>(s.q + row * dim, dim, s.keys, TILE, scores, TILE, a.dim, round_up(width, W));
+  float* scores = s.scores + row * KEYS;
+  multiply<false>(s.q + row * dim, dim, s.keys, KEYS, scores, KEYS, a.dim, round_up(width, W));
   for (int64_t r = row; r < end; ++r) {
     int first = int(smaller(first_of(r), count)), last = int(larger(0, last_of(r)));
-    float factor = weigh(s.scores + r * TILE, first, last, int(width), a.soft_cap, s.maximum[r],
+    float factor = weigh(s.scores + r * KEYS, first, last, int(width), a.soft_cap, s.maximum[r],
                          s.total[r]);
     if (factor != 1.0f) scale_row(s.out + r * dim, dim, factor);
   }
-  multiply<true>(scores, TILE, s.values, dim, s.out + row * dim, dim, width, dim);
+  multiply<true>(scores, KEYS, s.values, dim, s.out + row * dim, dim, width, dim);
 }
 
 template <class T>
@@ -166,7 +167,7 @@ void prefill_item(const Attention& a, const PrefillItem& item, float* base) {
   PrefillScratch s = prefill_scratch(a, base);
   memset(s.q, 0, size_t(padded * dim) * sizeof(float));
   memset(s.out, 0, size_t(padded * dim) * sizeof(float));
-  memset(s.scores, 0, size_t(padded * TILE) * sizeof(float));
+  memset(s.scores, 0, size_t(padded * KEYS) * sizeof(float));
   for (int64_t r = 0; r < padded; ++r) s.maximum[r] = NOTHING, s.total[r] = 0;
   if (a.dtype == BF16) {
     take_queries<bf16>(a, item, s.q);
@@ -175,9 +176,9 @@ void prefill_item(const Attention& a, const PrefillItem& item, float* base) {
   }
   int64_t end = first_position + item.count;
   int64_t begin = a.window ? larger(0, first_position - a.window + 1) : 0;
-  for (int64_t at = begin; at < end; at += TILE) {
+  for (int64_t at = begin; at < end; at += KEYS) {
     TileRows<T> tile;
-    find_rows(a, item.seq, item.kv_head, at, smaller(at + TILE, end), tile);
+    find_rows(a, item.seq, item.kv_head, at, smaller(at + KEYS, end), tile);
     transpose_keys(tile, a.dim, s.keys);
     widen_rows(tile.k, a.pool.plane_stride, tile.count, a.dim, s.values);
     for (int64_t row = 0; row < rows; row += BLOCK) {

@@ -60,6 +60,17 @@ KVFERRY_INLINE To bits_as(From from) {
 
 KVFERRY_INLINE vf splat(float x) { return x - vf{}; }
 
+// Keeps a value in a register: the compiler would rather load it again for every use.
+KVFERRY_INLINE void hold(vf& v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__x86_64__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+}
+
 // --- scalars -------------------------------------------------------------------------------------
 
 KVFERRY_INLINE float widen(float x) { return x; }
@@ -238,22 +249,24 @@ KVFERRY_INLINE void transpose(vf* rows) {
   }
 }
 
-KVFERRY_INLINE float sum(vf v) {
-  float total = 0;
-  KVFERRY_UNROLL
-  for (int half = W / 2; half; half /= 2) {
-    KVFERRY_UNROLL
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+// Calls v = f(v, v with its halves exchanged), for ever smaller halves; every lane gets the result.
+template <int S = W / 2, class F>
+KVFERRY_INLINE float fold(vf v, F f) {
+  vf low, high;
+  exchange<S>(v, v, low, high);
+  v = f(low, high);
+  if constexpr (S > 1) {
+    return fold<S / 2>(v, f);
+  } else {
+    return v[0];
   }
-  total = v[0];
-  return total;
 }
 
+KVFERRY_INLINE float sum(vf v) {
+  return fold(v, [](vf a, vf b) { return a + b; });
+}
 KVFERRY_INLINE float greatest(vf v) {
-  float most = v[0];
-  KVFERRY_UNROLL
-  for (int i = 1; i < W; ++i) most = v[i] > most ? v[i] : most;
-  return most;
+  return fold(v, [](vf a, vf b) { return a > b ? a : b; });
 }
 
 KVFERRY_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
