@@ -141,6 +141,8 @@ def test_values_of_later_versions_are_refused_by_name(key: str, value: str, inst
         ("logging.level", "loud"),
         ("prefill.replicas", -1),
         ("debug.audit_every_step", 1),
+        ("debug.kernels", "cuda"),
+        ("debug.isa", "mmx"),
         ("prefill", 3),
     ],
 )
@@ -156,6 +158,7 @@ def test_wrong_value_is_named_with_its_key(key: str, value: object) -> None:
         ({"scheduler.chunk_tokens": 513}, "scheduler.max_num_batched_tokens = 512"),
         ({"router.heartbeat_timeout": "900ms"}, "transfer.heartbeat = 0.5 s"),
         ({"transfer.stall_limit": "1s"}, "transfer.list_period = 1 s"),
+        ({"debug.kernels": "reference", "debug.isa": "avx2"}, "debug.isa: got avx2"),
         ({"prefill.replicas": 0}, "0 prefill, 1 decode"),
         ({"decode.replicas": 0}, "1 prefill, 0 decode"),
     ],

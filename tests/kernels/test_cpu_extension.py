@@ -23,7 +23,7 @@ def cpu() -> Any:
 
 def test_auto_takes_the_compiled_kernels_on_the_widest_instruction_set(cpu: Any) -> None:
     chosen = choose_kernels()
-    assert chosen.kernels is cpu
+    assert chosen.kernels == cpu
     assert (chosen.implementation, chosen.isa) == ("cpu", cpu.isas()[0])
     assert chosen.warning is None
 
