@@ -67,8 +67,8 @@ class WorkerActor:
             dtype=self._settings.dtype,
             max_model_len=built.max_model_len,
             pool_arithmetic=built.pool.arithmetic,
-            kernels_warning=built.kernels.warning,
             node_id=node_id,
+            kernels_warning=built.kernels.warning,
         )
 
     def wait(self) -> str:

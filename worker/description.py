@@ -29,6 +29,6 @@ class WorkerDescription:
     dtype: str
     max_model_len: int
     pool_arithmetic: str
-    kernels_warning: str | None = None
     node_id: str | None = None
     num_restarts: int = 0
+    kernels_warning: str | None = None
