@@ -5,6 +5,8 @@
 # make cancel-storm   5,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
 # make parity   every kind of model beside transformers; print the table of docs/models.md
+# make ext    compile the kernels again, in place
+# make sanitize   run every kernel under AddressSanitizer and UndefinedBehaviorSanitizer
 # make format | proto | clean | distclean
 #
 # PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos` or `parity`. pip's own
@@ -22,7 +24,7 @@ MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 
-.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity format proto clean distclean
+.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity ext sanitize format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -73,12 +75,21 @@ $(MADE):
 	@$(PIP) 'setuptools>=77' wheel
 	@touch $@
 
-$(INSTALLED): pyproject.toml constraints.txt | $(MADE)
+# What an installation compiles.
+EXT_SOURCES := setup.py kernels/cpu/sources.py $(wildcard kernels/cpu/src/*)
+
+ext: $(MADE)
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+
+sanitize: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.kernels.sanitize
+
+$(INSTALLED): pyproject.toml constraints.txt $(EXT_SOURCES) | $(MADE)
 	@echo "Installing KVFerry into $(VENV) (minutes the first time) ..." >&2
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-$(INSTALLED_DEV): pyproject.toml constraints.txt | $(MADE)
+$(INSTALLED_DEV): pyproject.toml constraints.txt $(EXT_SOURCES) | $(MADE)
 	@echo "Installing KVFerry and its development tools into $(VENV) (minutes the first time) ..." >&2
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(INSTALLED) $@

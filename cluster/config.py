@@ -42,7 +42,6 @@ _LATER_KEYS = {
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
     "server": ("http", "metrics", "tls", "auth"),
-    "debug": ("kernels", "isa"),
 }
 _LATER_VALUES = {
     "model.dtype": ("int8",),

@@ -213,9 +213,15 @@ class LoggingConfig(_Section):
 
 
 class DebugConfig(_Section):
-    """Checks that cost time."""
+    """Checks that cost time, and what computes.
+
+    ``kernels`` auto takes the compiled ones where they were built; ``isa`` auto the widest
+    instruction set that the processor has.
+    """
 
     audit_every_step: bool = False
+    kernels: Literal["auto", "reference", "cpu"] = "auto"
+    isa: Literal["auto", "avx512", "avx2", "baseline", "neon"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +295,11 @@ class Config(_Section):
                 transfer.stall_limit >= 2 * transfer.list_period,
                 f"transfer.stall_limit: got {transfer.stall_limit:g} s, wanted at least two of "
                 f"transfer.list_period = {transfer.list_period:g} s",
+            ),
+            (
+                self.debug.kernels != "reference" or self.debug.isa == "auto",
+                f"debug.isa: got {self.debug.isa}, but debug.kernels is reference: only the "
+                "compiled kernels, cpu, have instruction sets",
             ),
             (
                 can_serve,

@@ -25,6 +25,7 @@ here::
     ├── Internal
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
+    ├── KernelsUnavailable              engine.kernel_choice
     └── ModelError                      engine.models.errors
         ├── UnsupportedModel
         ├── DamagedModel

@@ -105,6 +105,8 @@ class Cluster:
         workers: list[WorkerDescription] = [get(pending) for _, pending in started]
         for worker in workers:
             progress(f"{worker.member.ref.node_id}: {worker.pool_arithmetic}")
+        for warning in sorted({w.kernels_warning for w in workers if w.kernels_warning}):
+            progress(f"warning: {warning}")
         self._model = served_model(workers, self._config.model.served_name)
         self.grpc = get(self._router.start.remote(self._model, workers))
         self._wait_ready(progress)

@@ -60,6 +60,8 @@ def worker_settings(
                 pool_bytes=None if section.num_blocks else config.cache.memory,
                 memory_share=1.0 / total,
                 threads=section.threads or share,
+                kernels=config.debug.kernels,
+                isa=config.debug.isa,
                 connector=config.transfer.connector,
                 checksum=config.transfer.checksum != "never",
                 max_in_flight_blocks=config.transfer.max_in_flight_blocks,

@@ -36,6 +36,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line reads these; a developer's shell must not change what a test sees."""
-    for name in ("KVFERRY_ENDPOINT", "KVFERRY_LOG"):
+    for name in ("KVFERRY_ENDPOINT", "KVFERRY_ISA", "KVFERRY_KERNELS", "KVFERRY_LOG"):
         monkeypatch.delenv(name, raising=False)
     yield

@@ -59,8 +59,8 @@ class WorkerActor:
             pid=os.getpid(),
             host=socket.gethostname(),
             threads=self._settings.threads,
-            kernels="reference",
-            isa=None,
+            kernels=built.kernels.implementation,
+            isa=built.kernels.isa,
             connectors=tuple(endpoint.connector for endpoint in endpoints_of(info)),
             model=built.model,
             layout=built.layout,
@@ -68,6 +68,7 @@ class WorkerActor:
             max_model_len=built.max_model_len,
             pool_arithmetic=built.pool.arithmetic,
             node_id=node_id,
+            kernels_warning=built.kernels.warning,
         )
 
     def wait(self) -> str:

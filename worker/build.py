@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from kvferry.engine.engine import Engine
+from kvferry.engine.kernel_choice import AUTO as AUTO_KERNELS
+from kvferry.engine.kernel_choice import ChosenKernels, choose_kernels
 from kvferry.engine.model_runner import TorchModelRunner, peak_step_bytes
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.llama import LlamaModel
@@ -42,6 +44,7 @@ class WorkerSettings:
         num_blocks, pool_bytes: the pool as asked for; both None sizes it automatically.
         memory_share: this worker's part of the machine's memory, for automatic sizing.
         threads: compute threads.
+        kernels, isa: see ``engine.kernel_choice.choose_kernels``.
         connector: ``auto``, ``shm`` or ``tcp``.
         host: address that this worker listens on.
         checksum: verify a digest of every block moved.
@@ -61,6 +64,8 @@ class WorkerSettings:
     pool_bytes: int | None = None
     memory_share: float = 0.5
     threads: int = 1
+    kernels: str = AUTO_KERNELS
+    isa: str = AUTO_KERNELS
     connector: str = AUTO
     host: str = "127.0.0.1"
     checksum: bool = True
@@ -78,15 +83,17 @@ class BuiltWorker:
     layout: KVCacheLayout
     pool: PoolSize
     max_model_len: int
+    kernels: ChosenKernels
 
 
 def build_worker(settings: WorkerSettings) -> BuiltWorker:
     """Load the model, allocate the pool, open the connector.
 
-    Raises ModelError, PoolTooSmall or PoolMemoryUnavailable.
+    Raises KernelsUnavailable, ModelError, PoolTooSmall or PoolMemoryUnavailable.
     """
     torch.set_num_threads(settings.threads)
-    model = load_model(Path(settings.model_folder), settings.dtype)
+    chosen = choose_kernels(settings.kernels, settings.isa)
+    model = load_model(Path(settings.model_folder), settings.dtype, chosen.kernels)
     config = model.config
     layout = kv_layout(config, settings.block_size, settings.kv_dtype)
     pool_size = _size_pool(settings, model, layout)
@@ -125,7 +132,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         time.monotonic,
     )
     worker = Worker(settings.ref, engine, connector, settings.times, settings.checksum)
-    return BuiltWorker(worker, config, layout, pool_size, max_len)
+    return BuiltWorker(worker, config, layout, pool_size, max_len, chosen)
 
 
 def _size_pool(settings: WorkerSettings, model: LlamaModel, layout: KVCacheLayout) -> PoolSize:

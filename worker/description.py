@@ -13,7 +13,8 @@ from kvferry.worker.messages import Member
 class WorkerDescription:
     """What a started worker says of itself.
 
-    ``pool_arithmetic`` is the line that says how its number of blocks came about.
+    ``pool_arithmetic`` is the line that says how its number of blocks came about;
+    ``kernels_warning`` why its kernels are not the ones that were hoped for.
     """
 
     member: Member
@@ -30,3 +31,4 @@ class WorkerDescription:
     pool_arithmetic: str
     node_id: str | None = None
     num_restarts: int = 0
+    kernels_warning: str | None = None

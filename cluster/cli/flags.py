@@ -64,7 +64,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of ``add_cluster`` and of KVFERRY_LOG by configuration key; None: not given."""
+    """The values of ``add_cluster`` and the environment by configuration key; None: not given."""
     return {
         "model.name": args.model,
         "model.revision": args.revision,
@@ -73,6 +73,8 @@ def cluster_overrides(args: argparse.Namespace) -> dict[str, Any]:
         "decode.replicas": args.decode,
         "transfer.connector": args.connector,
         "logging.level": os.environ.get("KVFERRY_LOG") or None,
+        "debug.kernels": os.environ.get("KVFERRY_KERNELS") or None,
+        "debug.isa": os.environ.get("KVFERRY_ISA") or None,
     }
 
 

@@ -22,15 +22,17 @@ from kvferry.kernels import reference
 class Kernels(Protocol):
     """What a family of kernels provides; ``kvferry.kernels.reference`` says what each does."""
 
-    def write_kv(
+    def rope_write_kv(
         self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> None:
-        """Store keys and values in the pool."""
+    ) -> torch.Tensor:
+        """Rotary embedding of queries and keys, which go to the pool with the values."""
         ...
 
     def paged_attention(
@@ -55,6 +57,12 @@ class Kernels(Protocol):
         """Root-mean-square norm."""
         ...
 
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Root-mean-square norm of a sum, which takes the residual's place."""
+        ...
+
     def rope_tables(
         self,
         positions: torch.Tensor,
@@ -63,10 +71,6 @@ class Kernels(Protocol):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the rotary embedding."""
-        ...
-
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -189,12 +193,15 @@ class LlamaModel:
             positions, self._inv_freq, config.rope.attention_factor, self.dtype
         )
         hidden = F.embedding(input_ids, self.weights.embedding)
-        for index, layer in enumerate(self.weights.layers):
-            normed = kernels.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-            hidden = hidden + self._attention(index, normed, cos, sin, attention, pool)
-            normed = kernels.rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
-            hidden = hidden + self._feed_forward(layer, normed)
-        return hidden
+        layers, eps = self.weights.layers, config.rms_norm_eps
+        normed = kernels.rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            attended = self._attention(index, normed, cos, sin, attention, pool)
+            normed = kernels.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
+            fed = self._feed_forward(layer, normed)
+            if index + 1 < len(layers):
+                normed = kernels.add_rms_norm(fed, hidden, layers[index + 1].input_norm, eps)
+        return hidden + fed
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -215,10 +222,16 @@ class LlamaModel:
         config, kernels, layer = self.config, self.kernels, self.weights.layers[index]
         num_tokens = normed.shape[0]
         heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim)
-        num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-        rotated = kernels.rope(self._normed_heads(layer, heads[:, :num_rotated]), cos, sin)
-        q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_rotated:]
-        kernels.write_kv(pool, index, k, v, attention.slot_mapping)
+        num_rotated = config.num_heads + config.num_kv_heads
+        q = kernels.rope_write_kv(
+            self._normed_heads(layer, heads[:, :num_rotated]),
+            heads[:, num_rotated:],
+            cos,
+            sin,
+            pool,
+            index,
+            attention.slot_mapping,
+        )
         attended = kernels.paged_attention(
             q,
             pool,

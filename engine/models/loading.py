@@ -15,9 +15,10 @@ import torch
 
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.errors import ModelError
-from kvferry.engine.models.llama import LayerWeights, LlamaModel, LlamaWeights
+from kvferry.engine.models.llama import Kernels, LayerWeights, LlamaModel, LlamaWeights
 from kvferry.engine.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_names, tensor_shapes
 from kvferry.engine.weights.reader import open_weights
+from kvferry.kernels import reference
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
 ModelDtype = Literal["float32", "bfloat16"]
@@ -34,7 +35,7 @@ class MisshapedTensor(ModelError):
     """A tensor's shape is not what the configuration says; names the tensor and both shapes."""
 
 
-def load_model(folder: Path, dtype: ModelDtype) -> LlamaModel:
+def load_model(folder: Path, dtype: ModelDtype, kernels: Kernels = reference) -> LlamaModel:
     """Load a folder in Hugging Face layout and fuse its weights.
 
     Fused matrices are copies; the others stay views of the mapped file where the dtype agrees. A
@@ -59,7 +60,7 @@ def load_model(folder: Path, dtype: ModelDtype) -> LlamaModel:
                 )
             return reader.tensor(name).to(wanted_dtype)
 
-        return LlamaModel(config, _assemble(config, stored))
+        return LlamaModel(config, _assemble(config, stored), kernels)
 
 
 def random_model(config: ModelConfig, seed: int, dtype: ModelDtype) -> LlamaModel:

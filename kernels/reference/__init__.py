@@ -8,15 +8,25 @@ tensors and slots; does not know who owns a block, requests, or model configurat
 from __future__ import annotations
 
 from kvferry.kernels.reference.attention import paged_attention
-from kvferry.kernels.reference.cache import copy_blocks, write_kv
-from kvferry.kernels.reference.layers import rms_norm, rope, rope_tables, silu_mul
+from kvferry.kernels.reference.cache import (
+    copy_blocks,
+    gather_blocks,
+    rope_write_kv,
+    scatter_blocks,
+    write_kv,
+)
+from kvferry.kernels.reference.layers import add_rms_norm, rms_norm, rope, rope_tables, silu_mul
 
 __all__ = [
+    "add_rms_norm",
     "copy_blocks",
+    "gather_blocks",
     "paged_attention",
     "rms_norm",
     "rope",
     "rope_tables",
+    "rope_write_kv",
+    "scatter_blocks",
     "silu_mul",
     "write_kv",
 ]

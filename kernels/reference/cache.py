@@ -1,10 +1,12 @@
-"""Writing KV into the pool and copying whole blocks inside it."""
+"""Writing KV into the pool, and copying whole blocks inside it, out of it and into it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from kvferry.kernels.reference.layers import rope
 
 K_PLANE, V_PLANE = 0, 1
 
@@ -33,6 +35,35 @@ def write_kv(
     planes[blocks, V_PLANE, :, offsets] = v.to(pool.dtype)
 
 
+def rope_write_kv(
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """``rope`` of queries and keys, then ``write_kv``; the turned queries.
+
+    Args:
+        qk: ``[num_tokens, num_heads + num_kv_heads, head_dim]``, queries first.
+        v: ``[num_tokens, num_kv_heads, head_dim]``.
+        cos: from ``rope_tables``.
+        sin: from ``rope_tables``.
+        pool: as in ``write_kv``, as are ``layer`` and ``slot_mapping``.
+        layer: layer index within the pool.
+        slot_mapping: ``[num_tokens]`` int64, distinct slots.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim]``.
+    """
+    rotated = rope(qk, cos, sin)
+    num_heads = qk.shape[1] - v.shape[1]
+    write_kv(pool, layer, rotated[:, num_heads:], v, slot_mapping)
+    return rotated[:, :num_heads]
+
+
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks, all layers; ``pairs`` are (source block id, target block id).
 
@@ -43,3 +74,13 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         return
     sources, targets = (torch.tensor(ids, device=pool.device) for ids in zip(*pairs, strict=True))
     pool.index_copy_(0, targets, pool.index_select(0, sources))
+
+
+def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[i] = pool[block_ids[i]]``; ``out``: ``[num_ids, *a block's shape]``."""
+    torch.index_select(pool, 0, block_ids, out=out)
+
+
+def scatter_blocks(blocks: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """``pool[block_ids[i]] = blocks[i]``; distinct ids."""
+    pool.index_copy_(0, block_ids, blocks)

@@ -22,6 +22,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * normalised.to(x.dtype)
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``rms_norm`` of ``residual + x``, which becomes the new ``residual``, in place.
+
+    Args:
+        x: ``[num_tokens, size]``.
+        residual: the same shape, written.
+        weight: ``[size]``.
+        eps: added to the mean square.
+    """
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
 def rope_tables(
     positions: torch.Tensor, inv_freq: torch.Tensor, attention_factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

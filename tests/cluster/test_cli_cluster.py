@@ -176,11 +176,14 @@ def test_flags_override_the_configuration_file(
 
     monkeypatch.setattr(demo, "start", recording)
     monkeypatch.setenv("KVFERRY_LOG", "debug")
+    monkeypatch.setenv("KVFERRY_KERNELS", "cpu")
+    monkeypatch.setenv("KVFERRY_ISA", "baseline")
     main(["demo", "--config", str(file), "--prefill", "1", "--connector", "shm"])
     (config,) = seen
     assert (config.replicas().prefill, config.replicas().decode) == (1, 2)
     assert config.transfer.connector == "shm"
     assert config.logging.level == "debug"
+    assert (config.debug.kernels, config.debug.isa) == ("cpu", "baseline")
     assert config.server.grpc == "127.0.0.1:0"
 
 

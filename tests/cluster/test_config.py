@@ -74,7 +74,7 @@ def test_override_of_one_alternative_takes_back_the_other(tmp_path: Path) -> Non
         ("schduler: {}", "schduler: unknown key; did you mean scheduler?"),
         ("block_size: 8", "block_size: unknown key; did you mean cache.block_size?"),
         ("transfer: {faults: {corupt: 1}}", "did you mean transfer.faults.corrupt?"),
-        ("debug: {xyz: 1}", "debug.xyz: unknown key; debug has audit_every_step"),
+        ("debug: {xyz: 1}", "debug.xyz: unknown key; debug has audit_every_step, kernels, isa"),
     ],
 )
 def test_unknown_key_names_its_path_and_the_nearest(
@@ -141,6 +141,8 @@ def test_values_of_later_versions_are_refused_by_name(key: str, value: str, inst
         ("logging.level", "loud"),
         ("prefill.replicas", -1),
         ("debug.audit_every_step", 1),
+        ("debug.kernels", "cuda"),
+        ("debug.isa", "mmx"),
         ("prefill", 3),
     ],
 )
@@ -156,6 +158,7 @@ def test_wrong_value_is_named_with_its_key(key: str, value: object) -> None:
         ({"scheduler.chunk_tokens": 513}, "scheduler.max_num_batched_tokens = 512"),
         ({"router.heartbeat_timeout": "900ms"}, "transfer.heartbeat = 0.5 s"),
         ({"transfer.stall_limit": "1s"}, "transfer.list_period = 1 s"),
+        ({"debug.kernels": "reference", "debug.isa": "avx2"}, "debug.isa: got avx2"),
         ({"prefill.replicas": 0}, "0 prefill, 1 decode"),
         ({"decode.replicas": 0}, "1 prefill, 0 decode"),
     ],

@@ -19,10 +19,12 @@ from kvferry.engine.request import RequestId
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.store import ModelFolder
+from kvferry.kernels import reference
 from kvferry.worker.messages import Announce, Envelope
 from tests.golden.cluster import RealCluster, greedy
 from tests.golden.prompts import PASSAGE, long_text
 from tests.golden.reference import generate
+from tests.kernels.families import compiled
 
 pytestmark = pytest.mark.model
 
@@ -53,6 +55,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(default_model: ModelFolder) -> LlamaModel:
     return load_model(default_model.path, "float32")
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def model_of_family(request: pytest.FixtureRequest, model: LlamaModel) -> LlamaModel:
+    """The model on each family of kernels."""
+    kernels = reference if request.param == "reference" else compiled()
+    return LlamaModel(model.config, model.weights, kernels)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +105,12 @@ def outputs(cluster: RealCluster) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_disaggregated_tokens_equal_the_reference_and_decode_computes_no_prompt(
-    model: LlamaModel,
+    model_of_family: LlamaModel,
     prompts: dict[str, list[int]],
     golden: dict[str, list[int]],
     connector: str,
 ) -> None:
-    cluster = RealCluster(model=model, connector=connector)
+    cluster = RealCluster(model=model_of_family, connector=connector)
     cluster.named("decode").runner.forbid_prompt = True
     requests = run_all(cluster, prompts)
     assert outputs(cluster) == golden

@@ -17,7 +17,7 @@ from tests.house.source import ROOMS, ROOT, package_files
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the tree, so that the build leaves nothing behind."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in ("kvferry", *ROOMS):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
@@ -39,7 +39,7 @@ def test_wheel_holds_every_file_of_the_package_once(wheel: Path) -> None:
         f"kvferry/{path.relative_to(ROOT)}"
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.suffix in {".json", ".proto", ".pyi", ".yaml"}
+        if path.suffix in {".cpp", ".h", ".json", ".proto", ".pyi", ".yaml"}
     }
     assert data | {"kvferry/py.typed"} <= set(names)
     assert any(name.startswith("kvferry/kernels/reference/") for name in names)

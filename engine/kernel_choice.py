@@ -1,0 +1,58 @@
+"""Which family of kernels computes, and on which instruction set.
+
+Knows the families by name; does not know what asked for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
+
+from kvferry.engine.models.llama import Kernels
+from kvferry.kernels import reference
+from kvferry.kv_cache.errors import KVFerryError
+
+AUTO = "auto"
+REFERENCE, CPU = "reference", "cpu"
+
+
+class KernelsUnavailable(KVFerryError):
+    """The kernels or the instruction set that were asked for cannot be had; says why."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKernels:
+    """A family, the names it is reported under, and what start-up should say, if anything."""
+
+    kernels: Kernels
+    implementation: str
+    isa: str | None = None
+    warning: str | None = None
+
+
+def choose_kernels(wanted: str = AUTO, isa: str = AUTO) -> ChosenKernels:
+    """The family of kernels for this process, its instruction set in force.
+
+    Args:
+        wanted: ``reference``, ``cpu``, or ``auto``: the compiled ones where they can be loaded.
+        isa: an instruction set of the compiled ones, or ``auto``: the widest.
+
+    Raises KernelsUnavailable.
+    """
+    if wanted == REFERENCE:
+        return ChosenKernels(reference, REFERENCE)
+    try:
+        cpu = import_module("kvferry.kernels.cpu")
+    except ImportError as error:
+        if wanted == CPU or isa != AUTO:
+            raise KernelsUnavailable(f"kernels {wanted}, instruction set {isa}: {error}") from error
+        warning = f"{error}. Until then the reference kernels compute, which are slower"
+        return ChosenKernels(reference, REFERENCE, warning=warning)
+    try:
+        active = cpu.select_isa(None if isa == AUTO else isa)
+    except ValueError as error:
+        raise KernelsUnavailable(f"kernels {wanted}: {error}") from error
+    return ChosenKernels(cast(Kernels, cpu), CPU, active)

@@ -1,0 +1,35 @@
+"""Errors of the compiled kernels.
+
+ImportError
+└── ExtensionUnusable
+    ├── ExtensionMissing
+    └── ExtensionStale
+ValueError
+├── InvalidKernelArgument
+└── UnknownIsa
+"""
+
+from __future__ import annotations
+
+
+class ExtensionUnusable(ImportError):
+    """The compiled kernels cannot be used; says why and how to build them."""
+
+
+class ExtensionMissing(ExtensionUnusable):
+    """They have not been built, or cannot be loaded."""
+
+
+class ExtensionStale(ExtensionUnusable):
+    """They were built from other sources than those beside them."""
+
+
+class InvalidKernelArgument(ValueError):
+    """An argument is not what a kernel takes; names it, what it is and what was wanted.
+
+    Nothing has been written.
+    """
+
+
+class UnknownIsa(ValueError):
+    """An instruction set that was not built or that this processor lacks; names those there are."""
