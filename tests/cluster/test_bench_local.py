@@ -1,4 +1,4 @@
-"""``bench kernels`` and ``bench engine``: what they compare computes the same, and is told apart."""
+"""``bench kernels`` and ``bench engine``: what they compare computes the same."""
 
 from __future__ import annotations
 
