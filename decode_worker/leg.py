@@ -78,6 +78,20 @@ class Pull:
         """Whether a read of the block at ``start`` is running."""
         return any(start in read.starts for read in self.reading.values())
 
+    def measured(self) -> tuple[object, ...]:
+        """All that ``stats`` is made of, cheaper to compare."""
+        return (
+            self.connector,
+            len(self.verified),
+            self.bytes_moved,
+            self.reads_failed,
+            self.blocks_before_last_chunk,
+            self.first_read_at,
+            self.last_verified_at,
+            self.hand_off_at,
+            self.setup_s,
+        )
+
     def stats(self) -> TransferStats:
         """What was moved, and how long it took on this worker's clock."""
         whole = exposed = None
@@ -109,6 +123,7 @@ class DecodeLeg:
         reported: output tokens reported to the router so far (an index).
         last_event_seq: number of the message that carried the last report.
         ready_at: when every block was verified and the hand-off there.
+        told: what the stats were made of when they were last reported.
     """
 
     request: Reserve
@@ -130,7 +145,7 @@ class DecodeLeg:
     decode_wait_s: float | None = None
     first_step_s: float | None = None
     prefill: PrefillStats | None = None
-    told: DecodeStats | None = None
+    told: tuple[object, ...] = ()
 
     @property
     def first_own_index(self) -> int:
@@ -178,11 +193,23 @@ class DecodeLeg:
 
     def new_stats(self) -> DecodeStats | None:
         """How the leg has gone, if anything of it has changed since it was last told."""
-        stats = self.stats()
-        if stats == self.told and self.finish is None:
-            return None
-        self.told = stats
-        return stats
+        measured = self._measured()
+        if measured == self.told and self.finish is None:
+            return None  # the common case of a decode step
+        self.told = measured
+        return self.stats()
+
+    def _measured(self) -> tuple[object, ...]:
+        """All that ``stats`` is made of."""
+        sequence = self.sequence
+        return (
+            self.decode_wait_s,
+            self.first_step_s,
+            sequence.num_preemptions if sequence else 0,
+            sequence.recomputed_prompt_tokens if sequence else 0,
+            self.prefill,
+            self.pull.measured(),
+        )
 
     def stats(self) -> DecodeStats:
         """How the leg has gone so far."""

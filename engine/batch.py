@@ -51,7 +51,9 @@ class ScheduledSequence:
         token_ids: tokens at positions ``start .. start + len(token_ids) - 1``; their KV is
             written in this step.  [num_scheduled_tokens]
         start: positions already computed (``num_computed_tokens``).
-        block_table: block ids covering at least ``start + len(token_ids)`` positions.
+        block_table: block ids covering at least ``start + len(token_ids)`` positions. A sequence
+            that grows shows the same object again, with more at its end: where an entry has
+            changed there is another object.
         sample: whether the last scheduled position's logits yield a token.
         sampling: the request's sampling parameters.
         branch: branch number, part of the generator's key.

@@ -25,6 +25,7 @@ from kvferry.engine.models.loading import TORCH_DTYPES
 from kvferry.engine.sampling.constraints import SamplingRow
 from kvferry.engine.sampling.logprobs import logprobs_of
 from kvferry.engine.sampling.sampler import ROWS_AT_ONCE, InvalidLogits, sample
+from kvferry.engine.table_rows import BlockOutOfRange, TableRows
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
 
@@ -97,6 +98,7 @@ class TorchModelRunner:
         self._positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
+        self._table_rows = TableRows(max_num_seqs, max_blocks, num_blocks)
         self._cu_seqlens = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
 
@@ -202,17 +204,38 @@ class TorchModelRunner:
                 f"{self._max_tokens} in {self._max_seqs}: the scheduler's limits must not "
                 "exceed the runner's"
             )
-        input_ids, tables = self._input_ids.numpy(), self._tables.numpy()
-        cu_seqlens = self._cu_seqlens.numpy()
-        first = 0
+        if not sequences:
+            return 0
+        self._table_rows.make_room([seq.block_table for seq in sequences])
+        limit, size = self.model.config.max_model_len, self.layout.block_size
+        token_ids: list[int] = []
+        ends, starts, rows = [0], [], []
+        longest = 0
         for place, seq in enumerate(sequences):
-            self._check_sequence(place, seq)
-            last = first + len(seq.token_ids)
-            input_ids[first:last] = seq.token_ids
-            used = seq.block_table[: self.layout.num_blocks_for(seq.start + last - first)]
-            tables[place, : len(used)] = used
-            first = cu_seqlens[place + 1] = last
-        self._fill_places(np.array([seq.start for seq in sequences], dtype=np.int64), num_tokens)
+            start, count = seq.start, len(seq.token_ids)
+            if not count or start < 0 or start + count > limit:
+                raise InvalidStep(
+                    f"sequence {place} of the batch covers positions {start} to {start + count}, "
+                    f"wanted at least one position, all within 0 to {limit}"
+                )
+            needed = -(-(start + count) // size)
+            try:
+                rows.append(self._table_rows.row(seq.block_table, needed))
+            except BlockOutOfRange as error:
+                raise InvalidStep(
+                    f"sequence {place} of the batch has block table "
+                    f"{list(seq.block_table[:needed])}, wanted {needed} blocks for "
+                    f"{start + count} positions, ids below {self.num_blocks}"
+                ) from error
+            token_ids += seq.token_ids
+            starts.append(start)
+            ends.append(len(token_ids))
+            longest = max(longest, start + count)
+        self._input_ids.numpy()[:num_tokens] = token_ids
+        self._cu_seqlens.numpy()[: num_seqs + 1] = ends
+        width = self.layout.num_blocks_for(longest)
+        self._table_rows.gather(rows, width, self._tables.numpy())
+        self._fill_places(np.array(starts, dtype=np.int64), num_tokens)
         return num_tokens
 
     def _fill_places(self, starts: np.ndarray, num_tokens: int) -> None:
@@ -227,22 +250,6 @@ class TorchModelRunner:
         self._positions.numpy()[:num_tokens] = positions
         block_ids = self._tables.numpy()[places, blocks].astype(np.int64)
         self._slots.numpy()[:num_tokens] = block_ids * self.layout.block_size + offsets
-
-    def _check_sequence(self, place: int, seq: ScheduledSequence) -> None:
-        seq_len = seq.start + len(seq.token_ids)
-        limit = self.model.config.max_model_len
-        if not seq.token_ids or seq.start < 0 or seq_len > limit:
-            raise InvalidStep(
-                f"sequence {place} of the batch covers positions {seq.start} to {seq_len}, wanted "
-                f"at least one position, all within 0 to {limit}"
-            )
-        needed = self.layout.num_blocks_for(seq_len)
-        used = seq.block_table[:needed]
-        if len(used) < needed or min(used) < 0 or max(used) >= self.num_blocks:
-            raise InvalidStep(
-                f"sequence {place} of the batch has block table {list(used)}, wanted {needed} "
-                f"blocks for {seq_len} positions, ids below {self.num_blocks}"
-            )
 
 
 def _sampling_row(seq: ScheduledSequence) -> SamplingRow:

@@ -100,11 +100,11 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """Whether a token depends on those before it other than through the model."""
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        return (
+        return bool(
             self.repetition_penalty != 1.0
-            or any(penalties)
-            or any(len(word) > 1 for word in self.bad_words)
+            or self.presence_penalty
+            or self.frequency_penalty
+            or (self.bad_words and any(len(word) > 1 for word in self.bad_words))
         )
 
     @property

@@ -23,7 +23,7 @@ Pure and deterministic; knows no model, clock, socket or role.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
@@ -93,7 +93,7 @@ class Scheduler:
         if self.sequences.get(sequence.key) is not sequence:
             return
         del self.sequences[sequence.key]
-        self._line_of(sequence).remove(sequence)
+        self._leave_line(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._kv.free(sequence.table)
 
@@ -110,22 +110,23 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when nothing can run."""
-        budget = self.config.max_num_batched_tokens
+        budget, chunk_tokens = self.config.max_num_batched_tokens, self.config.chunk_tokens
         planned: list[tuple[SequenceState, int]] = []
         preempted = False
-        for sequence in sorted(self.running, key=lambda s: s.num_uncomputed_tokens > 1):
+        for sequence in self._decoding_first():
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted earlier in this loop
-            count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
+            count = min(sequence.num_uncomputed_tokens, chunk_tokens, budget)
             grown, victims = self._grow(sequence, count)
             preempted = preempted or victims
             if grown:
                 planned.append((sequence, count))
                 budget -= count
-        planned = [(s, n) for s, n in planned if s.status is SequenceStatus.RUNNING]
-        if not preempted:
+        if preempted:
+            planned = [(s, n) for s, n in planned if s.status is SequenceStatus.RUNNING]
+        elif self.waiting:
             planned.extend(self._admit(budget))
         if not planned:
             if not preempted and not self.running:
@@ -133,8 +134,8 @@ class Scheduler:
             return None
         return ScheduledStep(
             SchedulerOutput(
-                tuple(_scheduled(sequence, count) for sequence, count in planned),
-                tuple(pair for sequence, _ in planned for pair in _take_copies(sequence)),
+                tuple([_scheduled(sequence, count) for sequence, count in planned]),
+                tuple(pair for s, _ in planned if s.pending_copies for pair in _take_copies(s)),
             ),
             tuple(sequence for sequence, _ in planned),
         )
@@ -148,11 +149,7 @@ class Scheduler:
             count = len(share.token_ids)
             if result.prompt_logprobs:
                 sequence.add_prompt_logprobs(share.start + 1, result.prompt_logprobs[place])
-            _count_recomputed(sequence, count)
-            sequence.num_computed_tokens += count
-            sequence.max_computed_tokens = max(
-                sequence.max_computed_tokens, sequence.num_computed_tokens
-            )
+            _count_computed(sequence, count)
             finish: Finish | None = None
             if token_id is not None:
                 finish = finish_after(sequence.spec, sequence.num_output_tokens, token_id)
@@ -198,11 +195,25 @@ class Scheduler:
         if holders:
             self._preempt(holders[-1])
 
-    def _line_of(self, sequence: SequenceState) -> list[SequenceState]:
-        return self.running if sequence.status is SequenceStatus.RUNNING else self.waiting
+    def _decoding_first(self) -> list[SequenceState]:
+        """The running sequences, those with one token to compute first; oldest first."""
+        chunks = [s for s in self.running if s.num_uncomputed_tokens > 1]
+        if not chunks:
+            return self.running.copy()
+        return [s for s in self.running if s.num_uncomputed_tokens <= 1] + chunks
+
+    def _leave_line(self, sequence: SequenceState) -> None:
+        """Take a sequence out of the line that it stands in; both are sorted."""
+        if sequence.status is SequenceStatus.RUNNING:
+            line, place = self.running, bisect_left(self.running, sequence.arrival, key=_arrival)
+        else:
+            line = self.waiting
+            place = bisect_left(line, _place_in_line(sequence), key=_place_in_line)
+        assert line[place] is sequence, "the line is not in order"
+        del line[place]
 
     def _preempt(self, victim: SequenceState) -> None:
-        self._line_of(victim).remove(victim)
+        self._leave_line(victim)
         self._kv.free(victim.table)
         victim.pending_copies.clear()
         victim.num_computed_tokens = 0
@@ -213,10 +224,11 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[tuple[SequenceState, int]]:
         admitted = []
+        promised = self._promised_blocks()
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
             whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
-            spare = self.watermark_blocks + self._promised_blocks() if self.running else 0
+            spare = self.watermark_blocks + promised if self.running else 0
             if whole and whole + spare > self._kv.pool.num_free:
                 break
             count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
@@ -227,7 +239,8 @@ class Scheduler:
             sequence.pending_copies.extend(copies)
             self.waiting.pop(0)
             sequence.status = SequenceStatus.RUNNING
-            insort(self.running, sequence, key=lambda s: s.arrival)
+            insort(self.running, sequence, key=_arrival)
+            promised += self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
             admitted.append((sequence, count))
             budget -= count
         return admitted
@@ -235,6 +248,10 @@ class Scheduler:
     def _promised_blocks(self) -> int:
         """Blocks that running sequences lack for the tokens they already have."""
         return sum(self._kv.blocks_needed(s.table, len(s.token_ids)) for s in self.running)
+
+
+def _arrival(sequence: SequenceState) -> int:
+    return sequence.arrival
 
 
 def _place_in_line(sequence: SequenceState) -> tuple[bool, int]:
@@ -247,7 +264,7 @@ def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
     return ScheduledSequence(
         token_ids=sequence.token_ids[start : start + count],
         start=start,
-        block_table=tuple(sequence.table.block_ids),
+        block_table=sequence.table.block_ids,
         sample=start + count == len(sequence.token_ids),
         sampling=sampling,
         branch=sequence.key.branch,
@@ -263,13 +280,15 @@ def _take_copies(sequence: SequenceState) -> list[tuple[int, int]]:
     return copies
 
 
-def _count_recomputed(sequence: SequenceState, count: int) -> None:
+def _count_computed(sequence: SequenceState, count: int) -> None:
     start = sequence.num_computed_tokens
-    again = min(start + count, sequence.max_computed_tokens) - start
-    if again > 0:
-        sequence.recomputed_tokens += again
-        sequence.recomputed_prompt_tokens += max(
-            0, min(start + again, sequence.num_kv_prompt) - start
-        )
+    sequence.num_computed_tokens = end = start + count
     if start < sequence.num_kv_prompt:
         sequence.num_prefill_chunks += 1
+    if start >= sequence.max_computed_tokens:  # the common case: nothing is recomputed
+        sequence.max_computed_tokens = end
+        return
+    again = min(end, sequence.max_computed_tokens) - start
+    sequence.recomputed_tokens += again
+    sequence.recomputed_prompt_tokens += max(0, min(start + again, sequence.num_kv_prompt) - start)
+    sequence.max_computed_tokens = max(sequence.max_computed_tokens, end)

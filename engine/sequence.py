@@ -65,7 +65,7 @@ class SequenceOwner(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """Tokens, of which ``num_computed_tokens`` have KV; the token just sampled has none yet.
 

@@ -18,7 +18,8 @@ class BlockTable:
     """Blocks of one sequence in position order.
 
     Invariant: position p lies in ``block_ids[p // block_size]``, slot ``p % block_size``; blocks
-    before ``num_sealed`` are SEALED.
+    before ``num_sealed`` are SEALED. The list only grows: whoever changes or drops an entry puts
+    a new list in its place, so who has read the list once needs to read its end only.
     """
 
     block_size: int
@@ -86,6 +87,8 @@ class KVCacheManager:
             and index < len(table.block_ids)
             and self.pool.blocks[table.block_ids[index]].state is BlockState.SEALED
         )
+        if not needed and not appends:
+            return []  # the common case of a decode step
         copy = appends and not self.pool.can_reopen(table.block_ids[index])
         if needed + copy > self.pool.num_free:
             return None
@@ -93,7 +96,7 @@ class KVCacheManager:
         copies: list[tuple[int, int]] = []
         if copy:
             source, target = table.block_ids[index], fresh.pop()
-            table.block_ids[index] = target
+            table.block_ids = [*table.block_ids[:index], target, *table.block_ids[index + 1 :]]
             copies.append((source, target))
             self.pool.release([source])
         elif appends:
@@ -119,7 +122,6 @@ class KVCacheManager:
         sealed: list[SealedBlock] = []
         if not include_partial and (table.num_sealed + 1) * self.block_size > num_computed_tokens:
             return sealed  # the common case of a decode step
-        computed = token_ids[:num_computed_tokens]
         while table.num_sealed * self.block_size < num_computed_tokens:
             index = table.num_sealed
             start = index * self.block_size
@@ -127,7 +129,8 @@ class KVCacheManager:
             if filled < self.block_size and not include_partial:
                 break
             block_id = table.block_ids[index]
-            self.pool.seal(block_id, filled, hashes.at(index, computed))
+            block_hash = hashes.at(index, token_ids, num_computed_tokens)
+            self.pool.seal(block_id, filled, block_hash)
             table.num_sealed += 1
             sealed.append(SealedBlock(start, block_id, filled))
         return sealed

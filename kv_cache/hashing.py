@@ -52,25 +52,29 @@ class HashChain:
         self._block_size = block_size
         self.full: list[BlockHash] = []
 
-    def at(self, block_index: int, token_ids: Sequence[int]) -> BlockHash:
+    def at(
+        self, block_index: int, token_ids: Sequence[int], num_tokens: int | None = None
+    ) -> BlockHash:
         """Hash of block ``block_index`` of ``token_ids``; partial if the tokens end inside it.
 
         Args:
             block_index: index of the block in the sequence.
             token_ids: all tokens of the sequence, from position 0, or a prefix of them; may be
                 fewer than were shown before.
+            num_tokens: look at so many of them only; None for all.
         """
         size = self._block_size
-        num_full = len(token_ids) // size
+        length = len(token_ids) if num_tokens is None else num_tokens
+        num_full = length // size
         while len(self.full) < min(block_index + 1, num_full):
             start = len(self.full) * size
             previous = self._before(len(self.full))
             self.full.append(block_hash(previous, token_ids[start : start + size]))
         if block_index < num_full:
             return self.full[block_index]
-        if block_index * size >= len(token_ids):
-            raise IndexError(f"block {block_index} starts past the end ({len(token_ids)} tokens)")
-        return block_hash(self._before(block_index), token_ids[block_index * size :])
+        if block_index * size >= length:
+            raise IndexError(f"block {block_index} starts past the end ({length} tokens)")
+        return block_hash(self._before(block_index), token_ids[block_index * size : length])
 
     def _before(self, block_index: int) -> BlockHash:
         return self.full[block_index - 1] if block_index else self._root

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from enum import Enum
+from operator import attrgetter
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -30,13 +32,15 @@ class BadMessage(KVFerryError):
 _BODIES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Body)}
 _NUMBERS = frozenset({int, float})
 _FIELDS: dict[type[Any], list[tuple[str, Any]]] = {}
+_GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
 
 
 def encode(envelope: Envelope) -> bytes:
     """Bytes of one envelope."""
     tag = type(envelope.body).__name__
     fields = [envelope.sender, envelope.receiver, envelope.seq, envelope.heard, envelope.body]
-    return bytes([VERSION]) + bytes(msgpack.packb([tag, *map(_plain, fields)], use_bin_type=True))
+    packed = msgpack.packb([tag, *fields], default=_plain, use_bin_type=True)
+    return bytes([VERSION]) + bytes(packed)
 
 
 def decode(data: bytes) -> Envelope:
@@ -65,15 +69,22 @@ def decode(data: bytes) -> Envelope:
 
 
 def _plain(value: Any) -> Any:
+    """What msgpack does not know by itself: a record is the array of its fields."""
     if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, name)) for name, _ in _fields(type(value))]
+        getter = _GETTERS.get(type(value))
+        if getter is None:
+            getter = _GETTERS[type(value)] = _getter([name for name, _ in _fields(type(value))])
+        return getter(value)
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, tuple | list):
-        if len(value) > 8 and type(value[0]) in _NUMBERS:  # token ids: the long arrays
-            return value
-        return [_plain(item) for item in value]
-    return value
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """All of an object's attributes of these names at once."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def _fields(cls: type[Any]) -> list[tuple[str, Any]]:

@@ -30,7 +30,7 @@ COMMANDS = {
     "blocks": "recount every KV block of a running cluster from its owners",
     "drain": "take one worker of a running cluster out of service",
     "models": "list or fetch models",
-    "bench": "measure a running cluster",
+    "bench": "measure kernels, engine steps or a running cluster",
     "chaos": "end real processes under load, in every state of a request, and count",
 }
 
@@ -91,8 +91,9 @@ def _report(result: Result, command: Command | None, argv: list[str]) -> None:
     error = result.error
     if error is not None and not isinstance(error, KVFerryError | KeyboardInterrupt | OSError):
         traceback.print_exception(error)
-    if command is not None and command.document is not None:
-        print(command.document.render(result, argv, datetime.now(UTC)))
+    document = command.document_of(argv) if command is not None else None
+    if document is not None:
+        print(document.render(result, argv, datetime.now(UTC)))
     elif error is not None and not isinstance(error, BrokenPipeError):
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         print(f"kvferry: {message}", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""``kvferry bench``: measurements. ``serve`` measures a running cluster through its gRPC."""
+"""``kvferry bench``: measurements. ``serve`` measures a running cluster through its gRPC;
+``kernels`` and ``engine`` measure in this process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cluster.bench_serve import Workload, bench_json, bench_serve
+from kvferry.cluster.cli import bench_local
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
 from kvferry.cluster.cli.flags import add_endpoint, add_json, people, positive
@@ -40,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json(serve)
     serve.set_defaults(run=run_serve)
+    bench_local.configure(kinds)
 
 
 def run_serve(args: argparse.Namespace) -> Result:
@@ -102,4 +106,4 @@ FIELDS = (
     "peer",
     "ratio_to_peer",
 )
-COMMAND = Command(configure, Document("bench_serve", FIELDS))
+COMMAND = Command(configure, Document("bench_serve", FIELDS), bench_local.DOCUMENTS)

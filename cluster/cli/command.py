@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,13 @@ class Command:
 
     ``configure`` adds its flags to a parser and sets ``run``, a function from the parsed arguments
     to a Result. ``document`` is what ``--json`` prints; None for a command without that flag.
+    ``kinds`` are the documents of its subcommands that print another one.
     """
 
     configure: Callable[[argparse.ArgumentParser], None]
     document: Document | None
+    kinds: Mapping[str, Document] = field(default_factory=dict)
+
+    def document_of(self, argv: Sequence[str]) -> Document | None:
+        """That of the subcommand which ``argv`` names first, or else the command's own."""
+        return next((self.kinds[word] for word in argv if word in self.kinds), self.document)

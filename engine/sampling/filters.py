@@ -2,15 +2,17 @@
 
 Every filter keeps a prefix of the ranking, so a filter is a number of tokens kept, and the draw is
 a place in the partial sums. Only as much of a row is sorted as its filters and its number need:
-a prefix first, the whole vocabulary only if that does not decide. Knows neither requests nor
-models.
+a prefix first, the whole vocabulary only if that does not decide; and a row is scaled and summed
+in float64 as a whole only if a filter looks at its sum. Knows neither requests nor models.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from kvferry.engine.sampling.narrowing import narrow
 
 PREFIXES = (512, 8192)
 """Lengths of ranking that are tried before the whole vocabulary is sorted."""
@@ -31,6 +33,19 @@ class Filters:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+
+    @property
+    def is_none(self) -> torch.Tensor:
+        """Which rows keep everything."""
+        return (self.top_k == 0) & (self.top_p == 1) & (self.min_p == 0)
+
+    def look_at_total(self) -> torch.Tensor:
+        """Which rows need the sum of all weights, if the first ranking reaches as far as top-k.
+
+        Min-p compares with the largest only; behind top-k, top-p takes its share of what is left.
+        """
+        near = (self.top_k > 0) & (self.top_k <= PREFIXES[0])
+        return self.is_none | ((self.top_p < 1) & ~near)
 
     def select(self, rows: torch.Tensor) -> Filters:
         """Those of some rows."""
@@ -62,7 +77,7 @@ class Ranking:
 
 def total_weight(logits: torch.Tensor) -> torch.Tensor:
     """Sum of exp(logit - largest) of each row.  [num_rows, vocab_size] to [num_rows]"""
-    return (logits - logits.max(-1, keepdim=True).values).exp_().sum(-1)
+    return (logits - logits.amax(-1, keepdim=True)).exp_().sum(-1)
 
 
 def rank(logits: torch.Tensor, size: int, total: torch.Tensor) -> Ranking:
@@ -73,8 +88,9 @@ def rank(logits: torch.Tensor, size: int, total: torch.Tensor) -> Ranking:
         size: at least 1.
         total: ``total_weight(logits)``.
     """
-    best = logits.topk(min(size, logits.shape[-1])).values
-    found = (logits >= best[:, -1:]) & (logits > -torch.inf)  # every tie of the last one
+    found = logits > -torch.inf
+    if size < logits.shape[-1]:
+        found &= logits >= logits.topk(size).values[:, -1:]  # every tie of the last one
     num_ranked = found.sum(-1)
     rows, ids = found.nonzero(as_tuple=True)
     firsts = num_ranked.cumsum(0) - num_ranked
@@ -85,8 +101,7 @@ def rank(logits: torch.Tensor, size: int, total: torch.Tensor) -> Ranking:
     found_logits[rows, places] = logits[rows, ids]
     found_ids[rows, places] = ids
     ordered, order = found_logits.sort(dim=-1, descending=True, stable=True)
-    largest = best[:, :1]
-    weights = (ordered - largest).exp()
+    weights = (ordered - ordered[:, :1]).exp()
     return Ranking(
         ids=found_ids.gather(-1, order),
         logits=ordered,
@@ -142,28 +157,82 @@ def draw(logits: torch.Tensor, filters: Filters, u: torch.Tensor) -> torch.Tenso
     """
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     left = torch.arange(len(logits), device=logits.device)
-    exact = logits.double()
-    # The largest becomes 0 first: divided by a very small temperature it would be infinite.
-    scaled = (exact - exact.max(-1, keepdim=True).values) / filters.temperature[:, None]
-    total = total_weight(scaled)
+    unknown = torch.full((len(logits),), torch.nan, dtype=torch.float64, device=logits.device)
+    rows = _Rows(logits, logits.amax(-1, keepdim=True).double(), unknown, filters)
+    rows = rows.summed(filters.look_at_total())
     for size in (*PREFIXES, logits.shape[-1]):
-        ranking = rank(scaled[left], size, total[left])
-        ids, decided = _draw(ranking, filters.select(left), u[left])
+        ranking = rows.rank(size)
+        unsummed = rows.total.isnan() & (rows.filters.top_p < 1)
+        if unsummed.any():  # needed after all where top-k asks for more tokens than there are
+            rows = rows.summed(unsummed & ~_top_k(ranking, rows.filters.top_k)[1])
+            ranking = replace(ranking, total=rows.total)
+        ids, decided = _draw(ranking, rows.filters, u[left])
         chosen[left[decided]] = ids[decided]
         left = left[~decided]
         if not len(left):
             break
+        rows = rows.select(~decided)
     return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of raw logits, and what is known of them.
+
+    Attributes:
+        logits: [num_rows, vocab_size]
+        largest: float64.  [num_rows, 1]
+        total: sums of all weights; NaN where no filter looks at them.  [num_rows]
+        filters: of the same rows.
+    """
+
+    logits: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+    filters: Filters
+
+    def select(self, rows: torch.Tensor) -> _Rows:
+        """Some of them."""
+        return _Rows(
+            self.logits[rows], self.largest[rows], self.total[rows], self.filters.select(rows)
+        )
+
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of each row over its temperature in float64, the largest being 0.
+
+        It becomes 0 first: divided by a very small temperature it would be infinite.
+        """
+        distances = logits.to(torch.float64, copy=True).sub_(self.largest)
+        return distances.div_(self.filters.temperature[:, None])
+
+    def summed(self, wanted: torch.Tensor) -> _Rows:
+        """The same with the totals of the rows ``wanted``."""
+        if not wanted.any():
+            return self
+        rows = self.select(wanted)
+        total = self.total.clone()
+        total[wanted] = total_weight(rows.scaled(rows.logits))
+        return replace(self, total=total)
+
+    def rank(self, size: int) -> Ranking:
+        """``rank`` of the scaled logits, of which only those are looked at that it may hold."""
+        few = narrow(self.logits, size)
+        if few is None:
+            return rank(self.scaled(self.logits), size, self.total)
+        ranking = rank(self.scaled(few.logits), size, self.total)
+        is_all = few.has_all | (self.scaled(few.bound)[:, 0] == -torch.inf)
+        return replace(
+            ranking, ids=few.ids.gather(-1, ranking.ids), is_whole=ranking.is_whole & is_all
+        )
 
 
 def _draw(ranking: Ranking, filters: Filters, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens at the quantiles, and of which rows they are certain."""
     kept, decided = num_kept(ranking, filters)
     last = (kept - 1)[:, None]
-    unfiltered = (filters.top_k == 0) & (filters.top_p == 1) & (filters.min_p == 0)
     kept_mass = torch.where(decided, ranking.mass.gather(-1, last)[:, 0], ranking.total)
     target = u * kept_mass
-    decided = decided | (unfiltered & (ranking.mass[:, -1] > target))
+    decided = decided | (filters.is_none & (ranking.mass[:, -1] > target))
     place = (ranking.mass <= target[:, None]).sum(-1)
     place = torch.minimum(place, kept - 1)  # all sums may stay below the target by rounding
     return ranking.ids.gather(-1, place[:, None])[:, 0], decided

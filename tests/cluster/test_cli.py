@@ -16,6 +16,7 @@ import pytest
 
 from kvferry.cluster.cli import main
 from kvferry.cluster.cli.app import COMMANDS
+from kvferry.cluster.cli.bench_local import DOCUMENTS
 from kvferry.cluster.errors import Internal, WorkerLost
 from kvferry.engine.request import InvalidRequest
 from tests.cluster import documents
@@ -45,7 +46,10 @@ def nowhere() -> Iterator[str]:
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "serve"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name] for name in COMMANDS), *(["bench", kind] for kind in ("serve", *DOCUMENTS))],
+)
 def test_help_loads_neither_torch_nor_ray_and_is_quick(command: list[str]) -> None:
     code = (
         "import sys, atexit\n"
@@ -97,6 +101,8 @@ def test_unreachable_cluster_is_exit_4(
         ["generate", "hi", "--n", "2"],
         ["status", "--jsn"],
         ["bench", "serve", "--repeats", "-1"],
+        ["bench", "engine", "--threads", "0"],
+        ["bench", "kernels", "--dtype", "float32"],
     ],
 )
 def test_wrong_arguments_are_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,6 +166,37 @@ def test_the_last_partial_block_is_sealed_when_asked_with_its_filled_count(compu
     assert last.state is BlockState.SEALED
     assert last.num_tokens == sealed[-1].num_tokens == (computed - 1) % 4 + 1
     assert last.block_hash == HashChain(ROOT, 4).at(len(sealed) - 1, TOKENS[:computed])
+
+
+def test_sealing_reads_only_the_tokens_of_the_blocks_it_seals() -> None:
+    class Watched(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            reads.append(key)
+            return super().__getitem__(key)
+
+    reads: list[object] = []
+    kv, table, chain = manager(), BlockTable(4), HashChain(ROOT, 4)
+    kv.allocate(table, 0, 12)
+    kv.seal(table, Watched(TOKENS), 8, chain)
+    kv.seal(table, Watched(TOKENS), 11, chain)
+    kv.seal(table, Watched(TOKENS), 12, chain)
+    assert reads == [slice(0, 4), slice(4, 8), slice(8, 12)]
+
+
+def test_who_has_seen_a_list_of_blocks_finds_it_grown_or_another_one() -> None:
+    kv = manager()
+    table = grown(kv, 6)
+    seen, before = table.block_ids, list(table.block_ids)
+    kv.allocate(table, 6, 13)
+    assert table.block_ids is seen and seen[:2] == before
+    shared = grown(kv, 6)
+    seen, before = shared.block_ids, list(shared.block_ids)
+    kv.pool.share(shared.block_ids[1])
+    ((source, target),) = kv.allocate(shared, 6, 8) or []
+    assert (source, shared.block_ids) == (before[1], [before[0], target])
+    assert seen == before and shared.block_ids is not seen
+    kv.free(shared)
+    assert seen == before
 
 
 def test_a_reopened_block_is_sealed_again_with_its_new_hash() -> None:

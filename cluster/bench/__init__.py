@@ -1,0 +1,1 @@
+"""Measurements inside one process: kernels, engine steps, the scheduler. Loads no Ray."""

@@ -1,0 +1,65 @@
+"""Timing, and what this machine's memory and arithmetic allow.
+
+Competitors are timed in turns, so that a slow moment of the machine meets all of them. Does not
+know what is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+GEMM_ROWS = 512
+
+Call = Callable[[int], object]
+"""What is timed; its argument counts the calls, so that each may touch memory of its own."""
+
+
+def timed(
+    calls: Mapping[str, Call], budget_s: float, at_least: int = 5, at_most: int = 200
+) -> dict[str, list[float]]:
+    """Seconds of each call, made in turns until the time is up; one turn before is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    began = time.perf_counter()
+    for turn in range(at_most + 1):
+        for name, call in calls.items():
+            before = time.perf_counter()
+            call(turn)
+            took = time.perf_counter() - before
+            if turn:
+                times[name].append(took)
+        if turn >= at_least and time.perf_counter() - began > budget_s:
+            break
+    return times
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read_bandwidth(working_set_bytes: int, budget_s: float) -> float:
+    """Bytes per second of reading so much memory once: the faster of a dot product and a sum."""
+    numbers = torch.ones(working_set_bytes // 4)
+    found = timed(
+        {"dot": lambda _: torch.dot(numbers, numbers), "sum": lambda _: numbers.sum()}, budget_s
+    )
+    return numbers.nbytes / min(median(times) for times in found.values())
+
+
+def gemm_rate(size: int, budget_s: float) -> float:
+    """FLOP per second of a float32 product ``[512, size] x [size, size]``."""
+    x, weight = torch.ones(GEMM_ROWS, size), torch.ones(size, size)
+    (times,) = timed({"gemm": lambda _: F.linear(x, weight)}, budget_s).values()
+    return 2 * GEMM_ROWS * size * size / median(times)
