@@ -19,6 +19,8 @@ class EagerKernels:
     rms_norm = staticmethod(reference.rms_norm)
     rope_tables = staticmethod(reference.rope_tables)
     rope = staticmethod(reference.rope)
+    rope_write_kv = staticmethod(reference.rope_write_kv)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
     silu_mul = staticmethod(reference.silu_mul)
 
     @staticmethod

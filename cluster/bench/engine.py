@@ -32,7 +32,7 @@ from kvferry.cluster.bench.scheduler import (
     add_running,
     blocks_of,
     make_engine,
-    scheduler_row,
+    scheduler_rows,
     spec_of,
 )
 from kvferry.cluster.reports.common import Json, dist
@@ -90,11 +90,9 @@ def bench_engine(folder: Path, dtype: ModelDtype, count: int, sizes: Sizes, say:
         say(f"prefill, {sizes.prompt} tokens")
         prefill = Steps(model, 1, sizes.prompt, sizes.prompt)
         rows.append(_row(prefill, roof, count, sizes.budget_s))
-    scheduler = []
-    for num_running in sizes.num_running:
-        say(f"scheduler, {num_running} running")
-        budget_s = min(1.0, sizes.budget_s)
-        scheduler.append(scheduler_row(num_running, sizes.scheduler_context, budget_s))
+    say("scheduler")
+    budget_s = min(4.0, sizes.budget_s)
+    scheduler = scheduler_rows(sizes.num_running, sizes.scheduler_context, budget_s)
     return {"rows": rows, "scheduler": scheduler}
 
 

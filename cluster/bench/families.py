@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
+from typing import Protocol, cast
+
+import torch
 
 from kvferry.engine.models.llama import Kernels
 
 NAMES = ("reference", "cpu")
+
+
+class AllKernels(Kernels, Protocol):
+    """What a family has beside what the models call: the parts of its fused kernels."""
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding."""
+        ...
+
+    def write_kv(
+        self,
+        pool: torch.Tensor,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store keys and values in the pool."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +43,7 @@ class Family:
 
     name: str
     isa: str | None
-    kernels: Kernels
+    kernels: AllKernels
 
 
 def families(names: tuple[str, ...] = NAMES) -> list[Family]:
@@ -34,5 +55,5 @@ def families(names: tuple[str, ...] = NAMES) -> list[Family]:
         except ImportError:  # not built on this machine
             continue
         isa = module.isa() if hasattr(module, "isa") else None
-        found.append(Family(name, isa, cast(Kernels, module)))
+        found.append(Family(name, isa, cast(AllKernels, module)))
     return found

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from kvferry.cluster.bench.families import Family
+from kvferry.cluster.bench.families import AllKernels, Family
 from kvferry.cluster.bench.rows import Case, Shape
-from kvferry.engine.models.llama import Kernels
 from kvferry.kernels import reference
 
 BLOCK_SIZE = 16
+MAX_COPIES = 16
 EPS = 1e-5
 PLAIN = "reference"
 
-Compute = Callable[[Kernels], torch.Tensor]
+Compute = Callable[[AllKernels], torch.Tensor]
 
 
 def small_cases(
@@ -102,20 +103,22 @@ def _pool_cases(shape: Shape, drawn: Callable[..., torch.Tensor]) -> list[Case]:
     k, v = drawn(num_tokens, kv_heads, head_dim), drawn(num_tokens, kv_heads, head_dim)
     pool = torch.zeros(num_tokens + 1, 1, 2, kv_heads, BLOCK_SIZE, head_dim)
     slots = torch.arange(num_tokens) * BLOCK_SIZE + 3
-    copied = drawn(2 * num_tokens, 1, 2, kv_heads, BLOCK_SIZE, head_dim)
-    pairs = [(source, source + num_tokens) for source in range(num_tokens)]
+    num_copies = min(num_tokens, MAX_COPIES)
+    copied = drawn(2 * num_copies, 1, 2, kv_heads, BLOCK_SIZE, head_dim)
+    pairs = [(source, source + num_copies) for source in range(num_copies)]
 
-    def written(kernels: Kernels) -> torch.Tensor:
+    def written(kernels: AllKernels) -> torch.Tensor:
         kernels.write_kv(pool, 0, k, v, slots)
         return pool[:num_tokens, 0, :, :, 3].transpose(0, 1)
 
-    def copies(kernels: Kernels) -> torch.Tensor:
+    def copies(kernels: AllKernels) -> torch.Tensor:
         kernels.copy_blocks(copied, pairs)
-        return copied[num_tokens:]
+        return copied[num_copies:]
 
     kv_bytes = k.nbytes + v.nbytes
     in_pool = Shape(num_tokens, kv_heads=kv_heads, head_dim=head_dim, block_size=BLOCK_SIZE)
-    exact_copies = copied[:num_tokens].double()
+    exact_copies = copied[:num_copies].double()
+    of_copies = replace(in_pool, batch=num_copies)
     return [
         _case(
             "write_kv",
@@ -126,5 +129,5 @@ def _pool_cases(shape: Shape, drawn: Callable[..., torch.Tensor]) -> list[Case]:
             0,
             torch.float32,
         ),
-        _case("copy_blocks", in_pool, copies, exact_copies, copied.nbytes, 0, torch.float32),
+        _case("copy_blocks", of_copies, copies, exact_copies, copied.nbytes, 0, torch.float32),
     ]

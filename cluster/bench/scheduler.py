@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+from kvferry.cluster.bench.machine import Call, timed
 from kvferry.cluster.reports.common import Json
 from kvferry.engine.batch import ModelRunner, RunnerOutput, SchedulerOutput
 from kvferry.engine.engine import Engine
@@ -19,7 +20,7 @@ from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.block_table import BlockTable
 
 BLOCK_SIZE = 16
-UNTIMED_STEPS = 4
+MAX_STEPS = 4 * BLOCK_SIZE
 VOCAB_SIZE = 50_000
 NAME, ATTEMPT = "bench@0", Attempt(1, 1)
 
@@ -81,24 +82,34 @@ def spec_of(number: int, length: int, vocab_size: int, max_tokens: int = 1 << 20
     return RequestSpec(RequestId(f"bench-{number}"), prompt, sampling=sampling)
 
 
-def scheduler_row(num_running: int, context: int, budget_s: float) -> Json:
-    """Steps of so many sequences, of lengths around ``context`` so that blocks fill in turn."""
+def scheduler_rows(num_running: Sequence[int], context: int, budget_s: float) -> list[Json]:
+    """Steps of engines with so many sequences each, in turns.
+
+    Lengths lie around ``context``, so that blocks fill in turn. What another engine's step drives
+    out of the caches, a model's step would, too.
+    """
+    engines = [_full_engine(count, context) for count in num_running]
+    calls = {str(engine): _stepping(engine) for engine in engines}
+    times = timed(calls, budget_s, at_least=BLOCK_SIZE, at_most=MAX_STEPS)
+    took = [median(values) for values in times.values()]
+    return [
+        {
+            "num_running": count,
+            "context": context,
+            "steps_per_s": 1 / seconds,
+            "s_per_scheduled_token": seconds / count,
+        }
+        for count, seconds in zip(num_running, took, strict=True)
+    ]
+
+
+def _full_engine(num_running: int, context: int) -> Engine:
     lengths = [context + number % BLOCK_SIZE for number in range(num_running)]
-    most = 4 * BLOCK_SIZE
-    num_blocks = blocks_of(lengths, UNTIMED_STEPS + most)
+    num_blocks = blocks_of(lengths, MAX_STEPS + 1)
     engine = make_engine(NullRunner(), num_blocks, num_running, num_running)
     add_running(engine, lengths, VOCAB_SIZE)
-    for _ in range(UNTIMED_STEPS):
-        engine.step()
-    times: list[float] = []
-    while len(times) < most and (len(times) < BLOCK_SIZE or sum(times) < budget_s):
-        before = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - before)
-    took = median(times)
-    return {
-        "num_running": num_running,
-        "context": context,
-        "steps_per_s": 1 / took,
-        "s_per_scheduled_token": took / num_running,
-    }
+    return engine
+
+
+def _stepping(engine: Engine) -> Call:
+    return lambda _: engine.step()

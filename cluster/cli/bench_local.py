@@ -1,6 +1,7 @@
 """``kvferry bench kernels`` and ``kvferry bench engine``: measurements in this process.
 
-What measures brings torch, so it is loaded when it is called. Loads no Ray.
+What measures brings torch, so it is loaded when it is called, with the thread settings of a worker.
+Loads no Ray.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def configure(kinds: Any) -> None:
 
 def run_kernels(args: argparse.Namespace) -> Result:
     """Measure the kernels, with progress on standard error, and show the rows."""
-    bench = import_module("kvferry.cluster.bench.kernels")
+    bench = _load("kernels")
     with ProgressLine(quiet=args.json) as line:
         fields = bench.bench_kernels(bench.TINY if args.tiny else bench.Sizes(), line.say)
     if not args.json:
@@ -74,8 +75,8 @@ def run_kernels(args: argparse.Namespace) -> Result:
 
 def run_engine(args: argparse.Namespace) -> Result:
     """Find the model, measure its steps, and show the rows."""
+    bench = _load("engine")
     store = import_module("kvferry.engine.weights.store")
-    bench = import_module("kvferry.cluster.bench.engine")
     with ProgressLine(quiet=args.json) as line:
         cache = store.default_cache_dir(os.environ)
         folder = store.resolve_model(args.model, None, cache, line.stage)
@@ -84,6 +85,12 @@ def run_engine(args: argparse.Namespace) -> Result:
     if not args.json:
         _show_engine(fields, people(args))
     return Result(fields=fields)
+
+
+def _load(name: str) -> Any:
+    """A module that measures; idle threads sleep, as a worker's do, instead of spinning."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is loaded
+    return import_module(f"kvferry.cluster.bench.{name}")
 
 
 def _show_kernels(fields: Json, console: Console) -> None:

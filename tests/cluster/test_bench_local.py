@@ -28,7 +28,7 @@ from kvferry.cluster.bench.parts import (
     timed_linears,
 )
 from kvferry.cluster.bench.rows import Shape
-from kvferry.cluster.bench.scheduler import scheduler_row
+from kvferry.cluster.bench.scheduler import scheduler_rows
 from kvferry.cluster.cli.app import main
 from kvferry.engine.models.llama import Kernels
 from kvferry.kernels import reference
@@ -155,9 +155,10 @@ def test_linears_are_timed_for_a_while_and_kernels_by_their_names() -> None:
 
 
 def test_the_scheduler_schedules_a_token_of_every_sequence() -> None:
-    row = scheduler_row(7, 40, 0.0)
-    assert (row["num_running"], row["context"]) == (7, 40)
-    assert row["s_per_scheduled_token"] * row["steps_per_s"] == pytest.approx(1 / 7)
+    rows = scheduler_rows((2, 7), 40, 0.0)
+    for row, count in zip(rows, (2, 7), strict=True):
+        assert (row["num_running"], row["context"]) == (count, 40)
+        assert row["s_per_scheduled_token"] * row["steps_per_s"] == pytest.approx(1 / count)
 
 
 def test_bench_engine_prints_steps_and_their_parts(
