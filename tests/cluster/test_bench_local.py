@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from kvferry.cluster.bench import attention, kernels, machine
 from kvferry.cluster.bench.eager import EagerKernels
-from kvferry.cluster.bench.families import Family, families
+from kvferry.cluster.bench.families import AllKernels, Family, families
 from kvferry.cluster.bench.parts import (
     ATTENTION,
     LINEARS,
@@ -30,7 +30,6 @@ from kvferry.cluster.bench.parts import (
 from kvferry.cluster.bench.rows import Shape
 from kvferry.cluster.bench.scheduler import scheduler_rows
 from kvferry.cluster.cli.app import main
-from kvferry.engine.models.llama import Kernels
 from kvferry.kernels import reference
 from tests.cluster import documents
 from tests.parity.variants import random_reference
@@ -78,7 +77,7 @@ def test_a_kernel_that_is_wrong_shows_in_its_error() -> None:
     off = SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__})
     off.paged_attention = lambda *arguments: reference.paged_attention(*arguments) + 0.5
     off.rms_norm = lambda *arguments: reference.rms_norm(*arguments) * 2
-    family = Family("off", None, cast(Kernels, off))
+    family = Family("off", None, cast(AllKernels, off))
     fields = kernels.bench_kernels(kernels.TINY, lambda _: None, [family])
     wrong = {row["kernel"] for row in fields["rows"] if row["max_error_float64"] > 0.1}
     assert wrong == {"paged_attention_decode", "paged_attention_prefill", "rms_norm"}
