@@ -1,0 +1,96 @@
+// Products of rows with a panel in AMX tiles: 16 rows by 16 outputs by 64 bytes of inputs.
+//
+// Two tiles of rows by the two halves of a panel at a time; the sums of all inputs stay in tiles.
+// Rows are padded to whole tiles, so a row's sum is the same alone and in any batch.
+#pragma once
+
+#include "linear_rows.h"
+
+#if defined(__AMX_TILE__)
+
+namespace kvferry {
+namespace KVFERRY_ISA {
+
+constexpr int64_t TILE_ROWS = 16;
+constexpr int64_t TILE_BYTES = 64;
+
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// All eight tiles in full, as long as it lives.
+struct TilesInUse {
+  TilesInUse() {
+    TileShapes shapes;
+    for (int i = 0; i < 8; ++i) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = TILE_ROWS;
+    _tile_loadconfig(&shapes);
+  }
+  ~TilesInUse() { _tile_release(); }
+};
+
+struct AmxBF16 {
+  static constexpr bool QUANTISED = false;
+  template <class T>
+  static float take(const T* x, int64_t in_size, int64_t steps, char* to) {
+    take_bf16(x, in_size, 2 * steps, reinterpret_cast<bf16*>(to));
+    return 1;
+  }
+};
+struct AmxI8 {
+  static constexpr bool QUANTISED = true;
+  template <class T>
+  static float take(const T* x, int64_t in_size, int64_t steps, char* to) {
+    return take_int8(x, in_size, 4 * steps, reinterpret_cast<int8_t*>(to), 0);
+  }
+};
+
+#define KVFERRY_TILE_DOT(sums, x, w)   \
+  if constexpr (M::QUANTISED) {        \
+    _tile_dpbssd(sums, x, w);          \
+  } else {                             \
+    _tile_dpbf16ps(sums, x, w);        \
+  }
+
+// sums [TILES * TILE_ROWS, PANEL] = x (rows of steps * 4 bytes) times a panel.
+template <class M, int TILES>
+void amx_tile(const char* x, const char* w, int64_t steps, uint32_t* sums, const char* ahead,
+              int lines) {
+  int64_t row_bytes = steps * 4, panel_row = PANEL * 4;
+  const char* second = x + TILE_ROWS * row_bytes;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (TILES > 1) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t s = 0; s < steps; s += STEP_MULTIPLE) {
+    for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    _tile_loadd(6, w, panel_row);
+    _tile_loadd(7, w + TILE_BYTES, panel_row);
+    _tile_loadd(4, x, row_bytes);
+    KVFERRY_TILE_DOT(0, 4, 6);
+    KVFERRY_TILE_DOT(1, 4, 7);
+    if (TILES > 1) {
+      _tile_loadd(5, second, row_bytes);
+      KVFERRY_TILE_DOT(2, 5, 6);
+      KVFERRY_TILE_DOT(3, 5, 7);
+    }
+    x += TILE_BYTES;
+    second += TILE_BYTES;
+    w += STEP_MULTIPLE * panel_row;
+  }
+  _tile_stored(0, sums, panel_row);
+  _tile_stored(1, sums + TILE_ROWS, panel_row);
+  if (TILES > 1) {
+    _tile_stored(2, sums + TILE_ROWS * PANEL, panel_row);
+    _tile_stored(3, sums + TILE_ROWS * PANEL + TILE_ROWS, panel_row);
+  }
+}
+#undef KVFERRY_TILE_DOT
+
+}  // namespace KVFERRY_ISA
+}  // namespace kvferry
+
+#endif
