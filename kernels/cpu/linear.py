@@ -97,16 +97,16 @@ class PackedLinear:
             torch.get_num_threads(),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights, factors and bias."""
-        held = (self._packed, self._scales, self._corrections, self._bias)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it holds: weights, factors, corrections and bias, empty where there are none."""
+        return self._packed, self._scales, self._corrections, self._bias
 
     def __call__(
         self, x: torch.Tensor, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[rows, in]`` to ``[rows, out]``, in ``out_dtype`` or that of ``x``; into ``out`` if given.
+        """``[rows, in]`` to ``[rows, out]``, in the dtype of ``x`` or in ``out_dtype``.
+
+        Into ``out``, contiguous, where that is given.
 
         Raises InvalidKernelArgument.
         """
@@ -141,6 +141,41 @@ class PackedLinear:
                 torch.get_num_threads(),
             )
         return out
+
+
+class PackedPair:
+    """One weight in two forms: float32 for many rows (prefill), bfloat16 for few (decode).
+
+    Takes the memory of both, and a row's bits depend on the batch: for those who want neither
+    prefill's rounding nor decode's bytes. Nothing takes it by default.
+    """
+
+    __slots__ = ("most_narrow_rows", "narrow", "wide")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, most_narrow_rows: int
+    ) -> None:
+        self.wide = PackedLinear(weight, bias, "float32")
+        self.narrow = PackedLinear(weight, bias, "bfloat16")
+        self.most_narrow_rows = most_narrow_rows
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What both forms hold."""
+        return self.wide.tensors() + self.narrow.tensors()
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As ``PackedLinear``'s."""
+        form = self.narrow if x.shape[0] <= self.most_narrow_rows else self.wide
+        return form(x, out_dtype)
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: WeightKind) -> PackedLinear:
+    """The linear of ``weight`` for a model of ``dtype``.
+
+    In a float32 model a weight that is stored in bfloat16 is held in bfloat16: it has no more bits.
+    """
+    exact = dtype == "float32" and weight.dtype == torch.bfloat16
+    return PackedLinear(weight, bias, "bfloat16" if exact else dtype)
 
 
 def _aligned(size: int) -> torch.Tensor:
