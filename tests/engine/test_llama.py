@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvferry.engine.models.config import DamagedModel, ModelConfig, ModelError, UnsupportedModel
+from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import (
     MisshapedTensor,
-    ModelDtype,
     kv_layout,
     load_model,
     random_model,

@@ -21,6 +21,16 @@ inline void take_bf16(const T* x, int64_t in_size, int64_t count, bf16* to) {
   memset(to + in_size, 0, size_t(count - in_size) * sizeof(bf16));
 }
 
+// v, which no later addition is fused with: a tie is then rounded alike on every instruction set.
+KVFERRY_INLINE vf not_fused(vf v) {
+#if defined(__x86_64__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
 typedef int8_t vb __attribute__((vector_size(W)));
 
 // Symmetric int8 plus `offset`; returns the factor that undoes it: NaN where the row has a NaN or
@@ -39,7 +49,7 @@ inline float take_int8(const T* x, int64_t in_size, int64_t count, int8_t* to, i
   if (!(inverse <= 3e38f)) inverse = 0;  // the row is zeros, but for what no bit is left for
   constexpr float magic = 12582912.0f;   // 1.5 * 2^23: adding it rounds to an integer
   for_vectors(in_size, [&](int64_t i, int n) {
-    vf rounded = load_n(x + i, n) * inverse + magic;
+    vf rounded = not_fused(load_n(x + i, n) * inverse) + magic;
     vi q = bits_as<vi>(rounded) - bits_as<int32_t>(magic) + offset;
     vb bytes = __builtin_convertvector(q, vb);
     memcpy(to + i, &bytes, size_t(n));
