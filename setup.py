@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path(__file__).parent / "kernels" / "cpu"
 SOURCES = runpy.run_path(str(FOLDER / "sources.py"))
 BUILDS = SOURCES["isa_flags"](platform.machine())
+LINEAR_BUILDS = SOURCES["linear_isa_flags"](platform.machine())
 
 
 class BuildKernels(build_ext):
@@ -23,11 +24,15 @@ class BuildKernels(build_ext):
     def build_extension(self, ext):
         """See ``setuptools``; raises CompileError, which it takes as a warning."""
         flags = list(SOURCES["COMMON_FLAGS"])
-        module = [(f"KVFERRY_HAVE_{isa}", None) for isa in BUILDS]
+        module = [(f"KVFERRY_HAVE_{isa}", None) for isa in LINEAR_BUILDS]
         module.append(("KVFERRY_SOURCES", f'"{SOURCES["sources_digest"](FOLDER)}"'))
         jobs = [(SOURCES["MODULE_SOURCE"], "module", module, flags)] + [
             (SOURCES["KERNEL_SOURCE"], isa, [("KVFERRY_ISA", isa)], flags + list(extra))
             for isa, extra in BUILDS.items()
+        ]
+        jobs += [
+            (SOURCES["LINEAR_SOURCE"], isa, [("KVFERRY_ISA", isa)], flags + list(extra))
+            for isa, extra in LINEAR_BUILDS.items()
         ]
 
         def compile_one(job):

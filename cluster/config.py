@@ -44,7 +44,6 @@ _LATER_KEYS = {
     "server": ("http", "metrics", "tls", "auth"),
 }
 _LATER_VALUES = {
-    "model.dtype": ("int8",),
     "scheduler.policy": ("priority",),
     "prefill.device": ("cuda",),
     "decode.device": ("cuda",),

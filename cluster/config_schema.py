@@ -83,13 +83,14 @@ class ModelConfig(_Section):
     """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``;
     ``revision`` is a branch, tag or commit of a name ``ORG/NAME`` of the Hugging Face Hub.
 
-    ``dtype`` auto is float32 on CPU. ``max_model_len`` in tokens; None: what the model states.
+    ``dtype`` auto is float32 on CPU; int8 is of matrices, activations are float32.
+    ``max_model_len`` in tokens; None: what the model states.
     """
 
     name: Text = "smollm2-135m-instruct"
     path: Text | None = None
     revision: Text | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     max_model_len: Count | None = None
     served_name: Text | None = None
 
@@ -221,7 +222,9 @@ class DebugConfig(_Section):
 
     audit_every_step: bool = False
     kernels: Literal["auto", "reference", "cpu"] = "auto"
-    isa: Literal["auto", "avx512", "avx2", "baseline", "neon"] = "auto"
+    isa: Literal[
+        "auto", "amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "baseline", "neon"
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

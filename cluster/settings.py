@@ -30,7 +30,8 @@ def worker_settings(
     total = sum(counts.values())
     share = max(1, len(os.sched_getaffinity(0)) // total)
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    kv_dtype = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
+    activations = "bfloat16" if dtype == "bfloat16" else "float32"
+    kv_dtype = activations if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     faults = config.transfer.faults
     settings = []
     for role, count in counts.items():

@@ -16,8 +16,9 @@ from kvferry.engine.kernel_choice import AUTO as AUTO_KERNELS
 from kvferry.engine.kernel_choice import ChosenKernels, choose_kernels
 from kvferry.engine.model_runner import TorchModelRunner, peak_step_bytes
 from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import LlamaModel
-from kvferry.engine.models.loading import ModelDtype, kv_layout, load_model
+from kvferry.engine.models.loading import kv_layout, load_model
 from kvferry.engine.pool_sizing import PoolSize, memory_limit, size_pool
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool

@@ -49,8 +49,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="weights' and activations' type; auto is float32 on CPU (default: auto)",
+        choices=("auto", "float32", "bfloat16", "int8"),
+        help="weights' type; auto is float32 on CPU, int8 loses quality (default: auto)",
     )
     for role, default in (("prefill", 1), ("decode", 1)):
         parser.add_argument(

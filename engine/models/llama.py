@@ -1,8 +1,8 @@
 """The Llama family of decoders (Llama, Mistral, Qwen) over a paged KV pool, in torch.
 
 Owns the order of operations of one forward pass. Knows neither sequences nor requests: it sees
-flat tokens, their positions and slots, and calls a family of kernels for everything that is not a
-matrix product. Weights come fused from ``engine.models.loading``.
+flat tokens, their positions and slots, and calls a family of kernels for everything else. Weights
+come fused from ``engine.models.loading``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.frequencies import inverse_frequencies
+from kvferry.engine.models.linear import Linear, ModelDtype
 from kvferry.kernels import reference
 
 
@@ -77,63 +78,61 @@ class Kernels(Protocol):
         """Gated activation."""
         ...
 
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: ModelDtype) -> Linear:
+        """The form in which this family holds a matrix."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; every matrix is ``[out, in]``. What the model lacks is None.
+    """One decoder layer. What the model lacks is None; biases belong to their linears.
 
     Attributes:
         input_norm, post_attention_norm: ``[hidden_size]``.
-        qkv: ``[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]``, q, k, v in this order.
-        qkv_bias: ``[(num_heads + 2 * num_kv_heads) * head_dim]``.
+        qkv: ``hidden_size`` to ``(num_heads + 2 * num_kv_heads) * head_dim``, in this order.
         q_norm, k_norm: ``[head_dim]``, applied to each head.
-        output: ``[hidden_size, num_heads * head_dim]``.
-        output_bias: ``[hidden_size]``.
-        gate_up: ``[2 * ffn_size, hidden_size]``, gate first.
-        gate_up_bias: ``[2 * ffn_size]``.
-        down: ``[hidden_size, ffn_size]``.
-        down_bias: ``[hidden_size]``.
+        output: ``num_heads * head_dim`` to ``hidden_size``.
+        gate_up: ``hidden_size`` to ``2 * ffn_size``, gate first.
+        down: ``ffn_size`` to ``hidden_size``.
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    output: Linear
     post_attention_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaWeights:
-    """All weights, of one dtype.
+    """All weights.
 
     Attributes:
-        embedding: ``[vocab_size, hidden_size]``.
+        embedding: ``[vocab_size, hidden_size]``, of any dtype.
         layers: one per decoder layer.
-        final_norm: ``[hidden_size]``.
-        head: ``[vocab_size, hidden_size]``; the same tensor as ``embedding`` when tied.
+        final_norm: ``[hidden_size]``; norms have the dtype of activations.
+        head: ``hidden_size`` to ``vocab_size``; may share the embedding's memory when tied.
     """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
 
     def num_bytes(self) -> int:
-        """Bytes of all weights; a tied head counts once."""
-        tensors = [self.embedding, self.final_norm]
-        if self.head is not self.embedding:
-            tensors.append(self.head)
+        """Bytes of all weights; what is shared counts once."""
+        tensors = [self.embedding, self.final_norm, *self.head.tensors()]
         for layer in self.layers:
-            held = (getattr(layer, part.name) for part in fields(layer))
-            tensors += [tensor for tensor in held if tensor is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+            for held in (getattr(layer, part.name) for part in fields(layer)):
+                if isinstance(held, torch.Tensor):
+                    tensors.append(held)
+                elif held is not None:
+                    tensors += held.tensors()
+        sizes = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}
+        return sum(sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +165,8 @@ class LlamaModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations."""
-        return self.weights.embedding.dtype
+        """The dtype of activations."""
+        return self.weights.final_norm.dtype
 
     @torch.inference_mode()
     def forward(
@@ -192,7 +191,7 @@ class LlamaModel:
         cos, sin = kernels.rope_tables(
             positions, self._inv_freq, config.rope.attention_factor, self.dtype
         )
-        hidden = F.embedding(input_ids, self.weights.embedding)
+        hidden = F.embedding(input_ids, self.weights.embedding).to(self.dtype)
         layers, eps = self.weights.layers, config.rms_norm_eps
         normed = kernels.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
@@ -207,7 +206,7 @@ class LlamaModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits, float32  [num_rows, vocab_size], of rows of ``forward``'s result."""
         normed = self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return F.linear(normed, self.weights.head).float()
+        return self.weights.head(normed, torch.float32)
 
     def _attention(
         self,
@@ -221,7 +220,7 @@ class LlamaModel:
         """The attention half of layer ``index``: [num_tokens, hidden_size] to the same."""
         config, kernels, layer = self.config, self.kernels, self.weights.layers[index]
         num_tokens = normed.shape[0]
-        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim)
+        heads = layer.qkv(normed).view(num_tokens, -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         q = kernels.rope_write_kv(
             self._normed_heads(layer, heads[:, :num_rotated]),
@@ -242,7 +241,7 @@ class LlamaModel:
             config.head_dim**-0.5,
             config.layer_windows[index],
         )
-        return F.linear(attended.view(num_tokens, -1), layer.output, layer.output_bias)
+        return layer.output(attended.view(num_tokens, -1))
 
     def _normed_heads(self, layer: LayerWeights, heads: torch.Tensor) -> torch.Tensor:
         """Queries, then keys, each head normalised if the model does so."""
@@ -255,5 +254,4 @@ class LlamaModel:
 
     def _feed_forward(self, layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         """The feed-forward half of a layer: [num_tokens, hidden_size] to the same."""
-        gated = self.kernels.silu_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
-        return F.linear(gated, layer.down, layer.down_bias)
+        return layer.down(self.kernels.silu_mul(layer.gate_up(normed)))

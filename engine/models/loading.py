@@ -6,27 +6,26 @@ Does not know where a checkpoint comes from (``engine.weights``), which tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.errors import ModelError
+from kvferry.engine.models.linear import Linear, ModelDtype
 from kvferry.engine.models.llama import Kernels, LayerWeights, LlamaModel, LlamaWeights
 from kvferry.engine.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_names, tensor_shapes
 from kvferry.engine.weights.reader import open_weights
 from kvferry.kernels import reference
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
-ModelDtype = Literal["float32", "bfloat16"]
-
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of files, activations and pools."""
 
 TensorSource = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""Gives the tensor of a name, in the shape wanted."""
+"""Gives the tensor of a name, in the shape wanted and whatever floating dtype it has."""
 
 _VECTOR_STD = 0.2  # of random norms and biases; matrices have 1 / sqrt(inputs)
 
@@ -36,16 +35,15 @@ class MisshapedTensor(ModelError):
 
 
 def load_model(folder: Path, dtype: ModelDtype, kernels: Kernels = reference) -> LlamaModel:
-    """Load a folder in Hugging Face layout and fuse its weights.
+    """Load a folder in Hugging Face layout, fuse its weights, and let ``kernels`` hold them.
 
-    Fused matrices are copies; the others stay views of the mapped file where the dtype agrees. A
-    stored head that differs from the embedding is used even where the configuration ties them, as
-    transformers does.
+    One matrix is fused and handed over at a time, so that the peak is one copy of the model and
+    one matrix. What is not copied stays a view of the mapped file. A stored head that differs from
+    the embedding is used even where the configuration ties them, as transformers does.
 
     Raises ModelError: UnsupportedModel, DamagedModel, MissingTensor, or MisshapedTensor.
     """
     config = ModelConfig.from_folder(folder)
-    wanted_dtype = TORCH_DTYPES[dtype]
     with open_weights(folder) as reader:
         check_names(config, reader.names())
         if config.tie_word_embeddings and HEAD in reader:
@@ -58,21 +56,24 @@ def load_model(folder: Path, dtype: ModelDtype, kernels: Kernels = reference) ->
                     f"tensor {name!r} has shape {list(reader.shape(name))}, wanted {list(shape)} "
                     f"by the configuration of model {config.name!r}; the two do not belong together"
                 )
-            return reader.tensor(name).to(wanted_dtype)
+            tensor = reader.tensor(name)
+            return tensor if tensor.dtype in TORCH_DTYPES.values() else tensor.float()
 
-        return LlamaModel(config, _assemble(config, stored), kernels)
+        return LlamaModel(config, _assemble(config, stored, dtype, kernels), kernels)
 
 
-def random_model(config: ModelConfig, seed: int, dtype: ModelDtype) -> LlamaModel:
+def random_model(
+    config: ModelConfig, seed: int, dtype: ModelDtype, kernels: Kernels = reference
+) -> LlamaModel:
     """A model of normally distributed weights, a function of ``config`` and ``seed``; for tests."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         values = torch.randn(shape, generator=generator)
         values *= shape[-1] ** -0.5 if len(shape) == 2 else _VECTOR_STD
-        return (values + 1.0 if "norm" in name else values).to(TORCH_DTYPES[dtype])
+        return (values + 1.0 if "norm" in name else values).to(_activations(dtype))
 
-    return LlamaModel(config, _assemble(config, drawn))
+    return LlamaModel(config, _assemble(config, drawn, dtype, kernels), kernels)
 
 
 def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLayout:
@@ -93,41 +94,71 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
     return KVCacheLayout(block_size=block_size, groups=(group,))
 
 
-def _assemble(config: ModelConfig, source: TensorSource) -> LlamaWeights:
+def _activations(dtype: ModelDtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
+def _assemble(
+    config: ModelConfig, source: TensorSource, dtype: ModelDtype, kernels: Kernels
+) -> LlamaWeights:
     shapes = tensor_shapes(config)
     embedding = source(EMBEDDING, shapes[EMBEDDING])
+    head = embedding if config.tie_word_embeddings else source(HEAD, shapes[HEAD])
+    layers = (_layer(index, shapes, source, dtype, kernels) for index in range(config.num_layers))
+    packed_head = kernels.linear(head, None, dtype)
+    shares = head is embedding and dtype != "int8"  # whose integers are no embedding
+    head_of_embedding = packed_head if shares else None
     return LlamaWeights(
-        embedding=embedding,
-        layers=tuple(_layer(index, shapes, source) for index in range(config.num_layers)),
-        final_norm=source(FINAL_NORM, shapes[FINAL_NORM]),
-        head=embedding if config.tie_word_embeddings else source(HEAD, shapes[HEAD]),
+        embedding=_embedding(embedding, head_of_embedding, _activations(dtype)),
+        layers=tuple(layers),
+        final_norm=source(FINAL_NORM, shapes[FINAL_NORM]).to(_activations(dtype)),
+        head=packed_head,
     )
 
 
-def _layer(index: int, shapes: Mapping[str, tuple[int, ...]], source: TensorSource) -> LayerWeights:
-    def part(*names: str, kind: str = "weight") -> torch.Tensor:
-        """One tensor, or several fused by rows."""
+def _embedding(stored: torch.Tensor, head: Linear | None, wanted: torch.dtype) -> torch.Tensor:
+    """The embedding: in the memory of a head tied to it where that can be, else as stored, or
+    narrower.
+    """
+    for held in head.tensors() if head else ():
+        if held.shape == stored.shape and held.dtype == wanted:
+            return held
+    return stored.to(wanted) if wanted.itemsize < stored.element_size() else stored
+
+
+def _layer(
+    index: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    source: TensorSource,
+    dtype: ModelDtype,
+    kernels: Kernels,
+) -> LayerWeights:
+    def fused(names: Sequence[str], kind: str) -> torch.Tensor | None:
+        """One tensor, or several fused by rows; None where the model has none."""
         full = [f"model.layers.{index}.{name}.{kind}" for name in names]
+        if full[0] not in shapes:
+            return None
         tensors = [source(name, shapes[name]) for name in full]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def optional(*names: str, kind: str = "bias") -> torch.Tensor | None:
-        announced = f"model.layers.{index}.{names[0]}.{kind}" in shapes
-        return part(*names, kind=kind) if announced else None
+    def linear(*names: str) -> Linear:
+        weight = fused(names, "weight")
+        assert weight is not None, names
+        return kernels.linear(weight, fused(names, "bias"), dtype)
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    def norm(name: str) -> torch.Tensor | None:
+        weight = fused([name], "weight")
+        return None if weight is None else weight.to(_activations(dtype))
+
+    input_norm, post_attention_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+    assert input_norm is not None and post_attention_norm is not None
     return LayerWeights(
-        qkv_bias=optional(*qkv),
-        input_norm=part("input_layernorm"),
-        qkv=part(*qkv),
-        q_norm=optional("self_attn.q_norm", kind="weight"),
-        k_norm=optional("self_attn.k_norm", kind="weight"),
-        output=part("self_attn.o_proj"),
-        output_bias=optional("self_attn.o_proj"),
-        post_attention_norm=part("post_attention_layernorm"),
-        gate_up=part(*gate_up),
-        gate_up_bias=optional(*gate_up),
-        down=part("mlp.down_proj"),
-        down_bias=optional("mlp.down_proj"),
+        input_norm=input_norm,
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        q_norm=norm("self_attn.q_norm"),
+        k_norm=norm("self_attn.k_norm"),
+        output=linear("self_attn.o_proj"),
+        post_attention_norm=post_attention_norm,
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
     )

@@ -25,18 +25,22 @@ from kvferry.kernels.cpu.errors import (
 )
 from kvferry.kernels.cpu.extension import isa, isas, select_isa
 from kvferry.kernels.cpu.layers import add_rms_norm, rms_norm, rope, rope_tables, silu_mul
+from kvferry.kernels.cpu.linear import PackedLinear, PackedPair, linear
 
 __all__ = [
     "ExtensionMissing",
     "ExtensionStale",
     "ExtensionUnusable",
     "InvalidKernelArgument",
+    "PackedLinear",
+    "PackedPair",
     "UnknownIsa",
     "add_rms_norm",
     "copy_blocks",
     "gather_blocks",
     "isa",
     "isas",
+    "linear",
     "paged_attention",
     "rms_norm",
     "rope",

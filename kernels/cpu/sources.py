@@ -12,6 +12,8 @@ EXTENSION = "kvferry.kernels.cpu._kernels"
 MODULE_SOURCE = "module.cpp"
 KERNEL_SOURCE = "kernels.cpp"
 """Compiled once per instruction set."""
+LINEAR_SOURCE = "linear.cpp"
+"""Compiled once per instruction set, and once for each that only linears have use for."""
 
 COMMON_FLAGS = (
     "-std=c++17",
@@ -27,29 +29,43 @@ COMMON_FLAGS = (
     "-Wextra",
     "-Wno-psabi",  # vectors wider than the baseline's registers are never passed between builds
 )
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    *_AVX2,
+    "-mprefer-vector-width=512",
+)
+_AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "x86_64": {
-        "avx512": (
-            "-mavx512f",
-            "-mavx512bw",
-            "-mavx512dq",
-            "-mavx512vl",
-            "-mavx2",
-            "-mfma",
-            "-mf16c",
-            "-mprefer-vector-width=512",
-        ),
-        "avx2": ("-mavx2", "-mfma", "-mf16c"),
-        "baseline": (),
-    },
+    "x86_64": {"avx512": _AVX512, "avx2": _AVX2, "baseline": ()},
     "aarch64": {"neon": ()},
 }
 """Machine, then instruction set, widest first; the C++ says what a processor must have for each."""
 
+LINEAR_ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        "avx512_bf16": _AVX512_BF16,
+        "avx2_vnni": (*_AVX2, "-mavxvnni"),
+    },
+}
+"""Those that only linears have use for: dot products of bfloat16 and int8."""
+
+_ALIASES = {"AMD64": "x86_64", "arm64": "aarch64"}
+
 
 def isa_flags(machine: str) -> dict[str, tuple[str, ...]]:
     """The builds for a machine as ``platform.machine()`` names it; {} where there are none."""
-    return ISA_FLAGS.get({"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine), {})
+    return ISA_FLAGS.get(_ALIASES.get(machine, machine), {})
+
+
+def linear_isa_flags(machine: str) -> dict[str, tuple[str, ...]]:
+    """The builds of the linears for a machine: those of ``isa_flags`` and more."""
+    return LINEAR_ISA_FLAGS.get(_ALIASES.get(machine, machine), {}) | isa_flags(machine)
 
 
 def source_files(folder: Path) -> list[Path]:

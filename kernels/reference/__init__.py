@@ -16,11 +16,15 @@ from kvferry.kernels.reference.cache import (
     write_kv,
 )
 from kvferry.kernels.reference.layers import add_rms_norm, rms_norm, rope, rope_tables, silu_mul
+from kvferry.kernels.reference.linear import DenseLinear, QuantisedLinear, linear
 
 __all__ = [
+    "DenseLinear",
+    "QuantisedLinear",
     "add_rms_norm",
     "copy_blocks",
     "gather_blocks",
+    "linear",
     "paged_attention",
     "rms_norm",
     "rope",

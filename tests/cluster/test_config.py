@@ -107,7 +107,6 @@ def test_keys_of_later_versions_are_refused_by_name(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
     [
-        ("model.dtype", "int8", "auto or float32 or bfloat16"),
         ("transfer.connector", "nixl", "auto or shm or tcp"),
         ("scheduler.policy", "priority", "fcfs"),
         ("router.policy", "cost", "least_loaded"),

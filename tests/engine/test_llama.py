@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.errors import DamagedModel, ModelError, UnsupportedModel
+from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import (
     MisshapedTensor,
-    ModelDtype,
     kv_layout,
     load_model,
     random_model,
@@ -147,8 +147,8 @@ def small_model(dtype: ModelDtype, seed: int = 0) -> LlamaModel:
 
 def test_random_models_are_a_function_of_the_seed() -> None:
     first, again, other = small_model("float32"), small_model("float32"), small_model("float32", 1)
-    assert torch.equal(first.weights.layers[2].qkv, again.weights.layers[2].qkv)
-    assert not torch.equal(first.weights.layers[2].qkv, other.weights.layers[2].qkv)
+    assert torch.equal(*(model.weights.layers[2].qkv.tensors()[0] for model in (first, again)))
+    assert not torch.equal(*(model.weights.layers[2].qkv.tensors()[0] for model in (first, other)))
     assert small_model("bfloat16").dtype == torch.bfloat16
 
 
@@ -231,7 +231,7 @@ def test_a_head_stored_beside_a_tied_embedding_counts_where_it_differs_as_in_tra
     model, ids = load_model(folder, "float32"), tokens(8, 20)
     found = in_chunks(PagedSequences(model, 4, seed=0), ids, [])
     assert (found - expected_logits(theirs, ids)).abs().max() < 1e-4
-    assert (model.weights.head is model.weights.embedding) == (not differs)
+    assert (model.weights.head.tensors()[0] is model.weights.embedding) == (not differs)
 
 
 def test_a_missing_head_says_what_it_could_be(references: References, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import LlamaModel
-from kvferry.engine.models.loading import TORCH_DTYPES, ModelDtype, load_model
+from kvferry.engine.models.loading import TORCH_DTYPES, load_model
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.store import ModelFolder
 from tests.golden.prompts import PASSAGE

@@ -11,7 +11,16 @@
 #include <cstring>
 #include <initializer_list>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
+#include "linear.h"
 
 using namespace kvferry;
 
@@ -19,59 +28,107 @@ namespace {
 
 // --- instruction sets ----------------------------------------------------------------------------
 
-const KernelTable* const TABLES[] = {  // widest first
+struct Isa {
+  const char* name;
+  const KernelTable* kernels;
+  const LinearTable* linears;
+};
+
+const Isa ISAS[] = {  // best first
+#ifdef KVFERRY_HAVE_amx
+    {"amx", &avx512::table, &amx::linear_table},
+#endif
+#ifdef KVFERRY_HAVE_avx512_bf16
+    {"avx512_bf16", &avx512::table, &avx512_bf16::linear_table},
+#endif
 #ifdef KVFERRY_HAVE_avx512
-    &avx512::table,
+    {"avx512", &avx512::table, &avx512::linear_table},
+#endif
+#ifdef KVFERRY_HAVE_avx2_vnni
+    {"avx2_vnni", &avx2::table, &avx2_vnni::linear_table},
 #endif
 #ifdef KVFERRY_HAVE_avx2
-    &avx2::table,
+    {"avx2", &avx2::table, &avx2::linear_table},
 #endif
 #ifdef KVFERRY_HAVE_baseline
-    &baseline::table,
+    {"baseline", &baseline::table, &baseline::linear_table},
 #endif
 #ifdef KVFERRY_HAVE_neon
-    &neon::table,
+    {"neon", &neon::table, &neon::linear_table},
 #endif
 };
 
-bool runs_here(const KernelTable* table) {
+#if defined(__x86_64__)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+// One bit of CPUID's leaf 7; `reg` counts eax, ebx, ecx, edx.
+bool has_bit(unsigned subleaf, int reg, int bit) {
+  unsigned regs[4];
+  return __get_cpuid_count(7, subleaf, &regs[0], &regs[1], &regs[2], &regs[3]) &&
+         (regs[reg] >> bit & 1);
+}
+bool has_avx512_bf16() { return has_avx512() && has_bit(1, 0, 5) && has_bit(0, 2, 11); }
+bool has_avx2_vnni() { return has_avx2() && has_bit(1, 0, 4); }
+
+// AMX: tiles, bf16, int8, and the kernel's leave to use their registers, which a process asks for.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return has_avx512_bf16() && has_bit(0, 3, 24) && has_bit(0, 3, 22) && has_bit(0, 3, 25) &&
+         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+bool runs_here(const Isa& isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!strcmp(table->isa, "avx512")) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }
-  if (!strcmp(table->isa, "avx2")) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
-  }
+  if (!strcmp(isa.name, "amx")) return has_amx();
+  if (!strcmp(isa.name, "avx512_bf16")) return has_avx512_bf16();
+  if (!strcmp(isa.name, "avx512")) return has_avx512();
+  if (!strcmp(isa.name, "avx2_vnni")) return has_avx2_vnni();
+  if (!strcmp(isa.name, "avx2")) return has_avx2();
 #endif
   return true;
 }
 
-const KernelTable* active = nullptr;
+const Isa* chosen = nullptr;
+const KernelTable* active = nullptr;  // the chosen one's
+
+void choose(const Isa& isa) {
+  chosen = &isa;
+  active = isa.kernels;
+}
 
 PyObject* isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
-  for (const KernelTable* table : TABLES) {
-    if (!names || !runs_here(table)) continue;
-    PyObject* name = PyUnicode_FromString(table->isa);
+  for (const Isa& isa : ISAS) {
+    if (!names || !runs_here(isa)) continue;
+    PyObject* name = PyUnicode_FromString(isa.name);
     if (!name || PyList_Append(names, name)) Py_CLEAR(names);
     Py_XDECREF(name);
   }
   return names;
 }
 
-PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(active->isa); }
+PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(chosen->name); }
 
 // True if the name is one of isas(), and now in force.
 PyObject* select_isa(PyObject*, PyObject* wanted) {
   const char* name = PyUnicode_AsUTF8(wanted);
   if (!name) return nullptr;
-  for (const KernelTable* table : TABLES) {
-    if (!strcmp(table->isa, name) && runs_here(table)) {
-      active = table;
+  for (const Isa& isa : ISAS) {
+    if (!strcmp(isa.name, name) && runs_here(isa)) {
+      choose(isa);
       Py_RETURN_TRUE;
     }
   }
@@ -337,6 +394,47 @@ PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) 
   return run_released([&] { active->attention(a); });
 }
 
+PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  PackLinear a;
+  a.packed = given.pointer<void>();
+  a.weight = given.pointer<void>();
+  a.scales = given.pointer<float>();
+  a.corrections = given.pointer<int32_t>();
+  a.out_size = given.integer();
+  a.in_size = given.integer();
+  a.row_stride = given.integer();
+  a.kind = given.small();
+  a.dtype = given.small();
+  a.threads = given.small();
+  if (given.are_wrong()) return nullptr;
+  return run_released([&] { chosen->linears->pack(a); });
+}
+
+PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  Linear a;
+  a.out = given.pointer<void>();
+  a.x = given.pointer<void>();
+  a.packed = given.pointer<void>();
+  a.bias = given.pointer<float>();
+  a.scales = given.pointer<float>();
+  a.corrections = given.pointer<int32_t>();
+  a.rows = given.integer();
+  a.out_size = given.integer();
+  a.in_size = given.integer();
+  a.x_stride = given.integer();
+  a.out_stride = given.integer();
+  a.kind = given.small();
+  a.dtype = given.small();
+  a.out_dtype = given.small();
+  a.threads = given.small();
+  if (given.are_wrong()) return nullptr;
+  a.workspace = workspace.of(chosen->linears->workspace(a));
+  if (!a.workspace) return PyErr_NoMemory();
+  return run_released([&] { chosen->linears->linear(a); });
+}
+
 #define KVFERRY_FAST(name) \
   {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
 
@@ -350,6 +448,8 @@ PyMethodDef methods[] = {
     KVFERRY_FAST(rope),
     KVFERRY_FAST(move_blocks),
     KVFERRY_FAST(paged_attention),
+    KVFERRY_FAST(pack_linear),
+    KVFERRY_FAST(linear),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -359,8 +459,8 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, -1, method
 }  // namespace
 
 PyMODINIT_FUNC PyInit__kernels() {
-  for (const KernelTable* table : TABLES) {
-    if (!active && runs_here(table)) active = table;
+  for (const Isa& isa : ISAS) {
+    if (!chosen && runs_here(isa)) choose(isa);
   }
   PyObject* module = PyModule_Create(&definition);
   if (module && PyModule_AddStringConstant(module, "SOURCES", KVFERRY_SOURCES)) Py_CLEAR(module);
