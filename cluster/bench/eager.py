@@ -21,6 +21,7 @@ class EagerKernels:
     rope = staticmethod(reference.rope)
     rope_write_kv = staticmethod(reference.rope_write_kv)
     add_rms_norm = staticmethod(reference.add_rms_norm)
+    linear = staticmethod(reference.linear)
     silu_mul = staticmethod(reference.silu_mul)
 
     @staticmethod

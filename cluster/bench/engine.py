@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TypeVar, cast
@@ -24,6 +25,7 @@ from kvferry.cluster.bench.parts import (
     PartTimer,
     TimedKernels,
     TimedRunner,
+    timed_weights,
 )
 from kvferry.cluster.bench.scheduler import (
     ATTEMPT,
@@ -37,9 +39,12 @@ from kvferry.cluster.bench.scheduler import (
 )
 from kvferry.cluster.reports.common import Json, dist
 from kvferry.engine.batch import ModelRunner, RunnerOutput, SchedulerOutput
+from kvferry.engine.kernel_choice import choose_kernels
 from kvferry.engine.model_runner import TorchModelRunner
+from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import Kernels, LlamaModel
-from kvferry.engine.models.loading import ModelDtype, kv_layout, load_model
+from kvferry.engine.models.loading import kv_layout, load_model
+from kvferry.engine.models.tensors import layer_shapes
 
 Say = Callable[[str], None]
 AnyRunner = TypeVar("AnyRunner", bound=TorchModelRunner)
@@ -74,9 +79,14 @@ TINY = Sizes((1, 2), 20, 24, (1, 4), 40, 1 << 16, 32, 0.0)
 
 
 def bench_engine(folder: Path, dtype: ModelDtype, count: int, sizes: Sizes, say: Say) -> Json:
-    """The fields of ``bench engine`` with ``count`` threads. Raises ModelError."""
+    """The fields of ``bench engine`` with ``count`` threads, by the family that would serve.
+
+    Raises ModelError.
+    """
     say("loading the model")
-    model = load_model(folder, dtype)
+    model = load_model(folder, dtype, choose_kernels().kernels)
+    plain = "float32" if dtype == "int8" else dtype
+    eager = load_model(folder, plain, EagerKernels())
     with threads(count), torch.inference_mode():
         say("memory and matrix products")
         roof = Roof(
@@ -86,9 +96,10 @@ def bench_engine(folder: Path, dtype: ModelDtype, count: int, sizes: Sizes, say:
         rows = []
         for batch in sizes.batches:
             say(f"decode, batch {batch}")
-            rows.append(_row(Steps(model, batch, sizes.context, 1), roof, count, sizes.budget_s))
+            steps = Steps(model, eager, batch, sizes.context, 1)
+            rows.append(_row(steps, roof, count, sizes.budget_s))
         say(f"prefill, {sizes.prompt} tokens")
-        prefill = Steps(model, 1, sizes.prompt, sizes.prompt)
+        prefill = Steps(model, eager, 1, sizes.prompt, sizes.prompt)
         rows.append(_row(prefill, roof, count, sizes.budget_s))
     say("scheduler")
     budget_s = min(4.0, sizes.budget_s)
@@ -131,7 +142,9 @@ class Steps:
     MAX_TURNS = 16
     MODES = 3
 
-    def __init__(self, model: LlamaModel, batch: int, context: int, query_len: int) -> None:
+    def __init__(
+        self, model: LlamaModel, eager: LlamaModel, batch: int, context: int, query_len: int
+    ) -> None:
         self.model, self.batch, self.context, self.query_len = model, batch, context, query_len
         kv_dtype = str(model.dtype).removeprefix("torch.")
         self.layout = kv_layout(model.config, BLOCK_SIZE, kv_dtype)
@@ -140,19 +153,19 @@ class Steps:
         size = self._num_blocks * self.layout.block_bytes() // model.dtype.itemsize
         self._memory = (torch.randn(size, generator=seeded()) * KV_STD).to(model.dtype)
         self.timer = PartTimer()
-        timed = TimedKernels(model.kernels, self.timer)
-        self._plain = self._runner(TorchModelRunner, model.kernels)
-        self._timed = self._runner(TimedRunner, cast(Kernels, timed))
+        kernels = cast(Kernels, TimedKernels(model.kernels, self.timer))
+        watched = LlamaModel(model.config, timed_weights(model.weights, self.timer), kernels)
+        self._plain = self._runner(TorchModelRunner, model)
+        self._timed = self._runner(TimedRunner, watched)
         self._timed.timer = self.timer
-        self._eager = self._runner(TorchModelRunner, EagerKernels())
+        self._eager = self._runner(TorchModelRunner, eager)
         self._switch = SwitchRunner(self._plain)
         self._engine = make_engine(self._switch, self._num_blocks, batch, batch * query_len)
         if query_len == 1:
             add_running(self._engine, [context] * batch, model.config.vocab_size)
         self._num_requests = 0
 
-    def _runner(self, kind: type[AnyRunner], kernels: Kernels) -> AnyRunner:
-        model = LlamaModel(self.model.config, self.model.weights, kernels)
+    def _runner(self, kind: type[AnyRunner], model: LlamaModel) -> AnyRunner:
         tokens = self.batch * self.query_len
         return kind(model, self._memory, self.layout, self._num_blocks, tokens, self.batch)
 
@@ -192,14 +205,16 @@ class Steps:
     def least_seconds(self, roof: Roof) -> float:
         """Of a step: every weight and all KV read once, or every product computed."""
         weights, config = self.model.weights, self.model.config
-        num_bytes, itemsize = weights.num_bytes(), self.model.dtype.itemsize
-        if weights.head is not weights.embedding:  # of which a step reads a few rows
-            num_bytes -= weights.embedding.nbytes
+        embedding = weights.embedding.untyped_storage().data_ptr()
+        shared = any(t.untyped_storage().data_ptr() == embedding for t in weights.head.tensors())
+        # Of an embedding that is not the head a step reads a few rows.
+        num_bytes = weights.num_bytes() - (0 if shared else weights.embedding.nbytes)
+        per_layer = sum(map(prod, layer_shapes(config).values()))
         head = config.vocab_size * config.hidden_size
         tokens = self.batch * self.query_len
         pairs = self.batch * self.query_len * (self.context - (self.query_len - 1) / 2)
         attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
-        products = 2 * (num_bytes // itemsize - head) * tokens + 2 * head * self.batch
+        products = 2 * per_layer * config.num_layers * tokens + 2 * head * self.batch
         kv = self.batch * self.context * self.layout.groups[0].bytes_per_token()
         return roof.seconds(num_bytes + kv, products + attention)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput, TokenLogprobs
 from kvferry.engine.model_runner import TorchModelRunner
+from kvferry.engine.models.linear import Linear
+from kvferry.engine.models.llama import LlamaWeights
 
 LINEARS, ATTENTION, OTHER_KERNELS = "linears_s", "attention_s", "other_kernels_s"
 SAMPLING, SCHEDULING, OTHER = "sampling_s", "scheduling_s", "other_s"
@@ -68,7 +70,7 @@ class PartTimer:
 
 
 class TimedKernels:
-    """A kernel family whose functions are timed; what has ``linear`` in its name is a product."""
+    """A kernel family whose functions are timed."""
 
     def __init__(self, kernels: Any, timer: PartTimer) -> None:
         for name in dir(kernels):
@@ -78,20 +80,35 @@ class TimedKernels:
 
 
 def _part_of(name: str) -> str:
-    if "attention" in name:
-        return ATTENTION
-    return LINEARS if "linear" in name else OTHER_KERNELS
+    return ATTENTION if "attention" in name else OTHER_KERNELS
 
 
-@contextmanager
-def timed_linears(timer: PartTimer) -> Iterator[None]:
-    """Time ``torch.nn.functional.linear``, which models call by this name, for a while."""
-    plain = F.linear
-    F.linear = timer.wrap(LINEARS, plain)
-    try:
-        yield
-    finally:
-        F.linear = plain
+class TimedLinear:
+    """A model's matrix whose products are timed."""
+
+    def __init__(self, linear: Linear, timer: PartTimer) -> None:
+        self._call = timer.wrap(LINEARS, linear)
+        self.tensors = linear.tensors
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Linear``."""
+        product: torch.Tensor = self._call(x, out_dtype)
+        return product
+
+
+def timed_weights(weights: LlamaWeights, timer: PartTimer) -> LlamaWeights:
+    """The same weights, whose products are timed."""
+    layers = tuple(
+        replace(
+            layer,
+            qkv=TimedLinear(layer.qkv, timer),
+            output=TimedLinear(layer.output, timer),
+            gate_up=TimedLinear(layer.gate_up, timer),
+            down=TimedLinear(layer.down, timer),
+        )
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=TimedLinear(weights.head, timer))
 
 
 class TimedRunner(TorchModelRunner):
@@ -101,7 +118,7 @@ class TimedRunner(TorchModelRunner):
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """See ``TorchModelRunner``."""
-        with timed_linears(self.timer), self.timer.within(OTHER):
+        with self.timer.within(OTHER):
             return super().execute(output)
 
     def _sample(

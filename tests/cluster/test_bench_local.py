@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kvferry.cluster.bench import attention, kernels, machine
 from kvferry.cluster.bench.eager import EagerKernels
@@ -25,7 +24,7 @@ from kvferry.cluster.bench.parts import (
     PARTS,
     PartTimer,
     TimedKernels,
-    timed_linears,
+    TimedLinear,
 )
 from kvferry.cluster.bench.rows import Shape
 from kvferry.cluster.bench.scheduler import scheduler_rows
@@ -142,11 +141,10 @@ def test_a_moment_counts_for_the_innermost_part_only() -> None:
     assert timer.seconds[OTHER] <= took - 0.02
 
 
-def test_linears_are_timed_for_a_while_and_kernels_by_their_names() -> None:
-    timer, plain = PartTimer(), F.linear
-    with timed_linears(timer):
-        F.linear(torch.ones(4, 64), torch.ones(64, 64))
-    assert F.linear is plain
+def test_linears_are_timed_by_their_calls_and_kernels_by_their_names() -> None:
+    timer = PartTimer()
+    linear = TimedLinear(reference.linear(torch.ones(64, 64), None, "float32"), timer)
+    assert torch.equal(linear(torch.ones(4, 64)), torch.full((4, 64), 64.0))
     timed = cast(Any, TimedKernels(reference, timer))
     assert timer.seconds[LINEARS] > 0 == timer.seconds[OTHER_KERNELS]
     timed.silu_mul(torch.ones(2, 8))
@@ -165,10 +163,8 @@ def test_bench_engine_prints_steps_and_their_parts(
 ) -> None:
     random_reference("llama").save_pretrained(tmp_path)
     argv = ["bench", "engine", "--model", str(tmp_path), "--threads", "1", "--tiny"]
-    plain = F.linear
     assert main([*argv, "--json"]) == 0
     document = documents.parse(capsys.readouterr().out)
-    assert F.linear is plain
     rows = document["rows"]
     assert [(row["phase"], row["batch"]) for row in rows] == [
         ("decode", 1),
