@@ -58,7 +58,8 @@ class QuantisedLinear:
 def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers -127 to 127 in float32, and the factor of each row.  [rows, size], [rows, 1]"""
     most = rows.abs().amax(1, keepdim=True)
-    inverse = torch.where(most > 0, _LARGEST / most, 0.0)
+    largest = most.new_tensor(_LARGEST)  # as a number, torch would multiply it with 1 / most
+    inverse = torch.where(most > 0, largest / most, 0.0)
     return (rows * inverse).round(), most / _LARGEST
 
 
