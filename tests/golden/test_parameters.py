@@ -188,7 +188,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 1.5},
     "frequency_penalty": {"frequency_penalty": 0.7},
     "logit_bias": {"logit_bias": (TokenBias(9, 4.0), TokenBias(200, -4.0))},
-    "bad_words": {"bad_words": ((9,), (12, 13))},
+    "bad_words": {"bad_words": (*((i,) for i in range(0, 250, 5)), (12, 13))},
     "seed": {"temperature": 0.9, "seed": 2**64 - 1},
     "stop": {"stop": ("e", "aa")},
     "include_stop_str_in_output": {"stop": ("e",), "include_stop_str_in_output": True},
