@@ -184,8 +184,8 @@ def recorded(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tuple
 
         return call
 
-    names = ("rms_norm", "silu_mul", "rope_tables", "rope", "move_blocks", "paged_attention")
-    names += ("pack_linear", "linear")
+    layers = ("rms_norm", "silu_mul", "rope_tables", "rope", "pack_linear", "linear")
+    names = (*layers, "move_blocks", "paged_attention")
     recorder = SimpleNamespace(**{name: recording(name) for name in names})
     linear_module = import_module("kvferry.kernels.cpu.linear")  # cpu.linear is its function
     for module in (cpu.attention, cpu.cache, cpu.layers, linear_module):
