@@ -21,7 +21,7 @@ from tests.parity.text import PARAGRAPH
 
 GUARD = 7.0
 ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-INT8_NLL_COST = 0.08  # nats per token on PARAGRAPH, measured 0.043
+INT8_NLL_COST = 0.08  # nats per token on PARAGRAPH, measured 0.026 to 0.062, by instruction set
 
 KINDS = ("float32", "bfloat16", "int8")
 FLOATS = (torch.float32, torch.bfloat16)

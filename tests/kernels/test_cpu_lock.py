@@ -24,7 +24,17 @@ def lock_is_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "silu_mul", "rope_tables", "rope", "move_blocks", "paged_attention"]
+    "name",
+    [
+        "rms_norm",
+        "silu_mul",
+        "rope_tables",
+        "rope",
+        "move_blocks",
+        "paged_attention",
+        "pack_linear",
+        "linear",
+    ],
 )
 def test_another_thread_advances_during_a_kernel(
     monkeypatch: pytest.MonkeyPatch, lock_is_kept: None, name: str

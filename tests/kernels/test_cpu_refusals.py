@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,14 +184,19 @@ def recorded(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, tuple
 
         return call
 
-    names = ("rms_norm", "silu_mul", "rope_tables", "rope", "move_blocks", "paged_attention")
+    layers = ("rms_norm", "silu_mul", "rope_tables", "rope", "pack_linear", "linear")
+    names = (*layers, "move_blocks", "paged_attention")
     recorder = SimpleNamespace(**{name: recording(name) for name in names})
-    for module in (cpu.attention, cpu.cache, cpu.layers):
+    linear_module = import_module("kvferry.kernels.cpu.linear")  # cpu.linear is its function
+    for module in (cpu.attention, cpu.cache, cpu.layers, linear_module):
         monkeypatch.setattr(module, "native", recorder)
     attention, store = given_to_attention(), given_to_store()
     ids, blocks = torch.tensor([0, 1]), torch.empty(2, *store["pool"].shape[1:])
     inputs = torch.ones(4, 8), torch.ones(8), torch.arange(4), torch.ones(4)
+    packed = cpu.PackedLinear(inputs[0])
     alive = [
+        packed,
+        packed(inputs[0]),
         cpu.paged_attention(**attention),
         cpu.rope_write_kv(**store),
         cpu.gather_blocks(store["pool"], ids, blocks),
