@@ -25,7 +25,7 @@ from kvferry.kernels.cpu.errors import (
 )
 from kvferry.kernels.cpu.extension import isa, isas, select_isa
 from kvferry.kernels.cpu.layers import add_rms_norm, rms_norm, rope, rope_tables, silu_mul
-from kvferry.kernels.cpu.linear import PackedLinear, PackedPair, linear
+from kvferry.kernels.cpu.linear import PackedLinear, linear
 
 __all__ = [
     "ExtensionMissing",
@@ -33,7 +33,6 @@ __all__ = [
     "ExtensionUnusable",
     "InvalidKernelArgument",
     "PackedLinear",
-    "PackedPair",
     "UnknownIsa",
     "add_rms_norm",
     "copy_blocks",

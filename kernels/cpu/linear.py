@@ -143,32 +143,6 @@ class PackedLinear:
         return out
 
 
-class PackedPair:
-    """One weight in two forms: float32 for many rows (prefill), bfloat16 for few (decode).
-
-    Takes the memory of both, and a row's bits depend on the batch: for those who want neither
-    prefill's rounding nor decode's bytes. Nothing takes it by default.
-    """
-
-    __slots__ = ("most_narrow_rows", "narrow", "wide")
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, most_narrow_rows: int
-    ) -> None:
-        self.wide = PackedLinear(weight, bias, "float32")
-        self.narrow = PackedLinear(weight, bias, "bfloat16")
-        self.most_narrow_rows = most_narrow_rows
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What both forms hold."""
-        return self.wide.tensors() + self.narrow.tensors()
-
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As ``PackedLinear``'s."""
-        form = self.narrow if x.shape[0] <= self.most_narrow_rows else self.wide
-        return form(x, out_dtype)
-
-
 def linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: WeightKind) -> PackedLinear:
     """The linear of ``weight`` for a model of ``dtype``.
 

@@ -189,17 +189,6 @@ def test_weights_take_no_more_than_their_kind() -> None:
         assert held <= weight.numel() * width * 1.02
 
 
-def test_a_pair_takes_the_narrow_form_for_few_rows() -> None:
-    cpu, weight, x = compiled(), drawn(1, 64, 96), drawn(2, 9, 96)
-    pair = cpu.PackedPair(weight, None, most_narrow_rows=8)
-    wide, narrow = (
-        cpu.PackedLinear(weight, None, "float32"),
-        cpu.PackedLinear(weight, None, "bfloat16"),
-    )
-    assert torch.equal(pair(x), wide(x))
-    assert torch.equal(pair(x[:8]), narrow(x[:8]))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
