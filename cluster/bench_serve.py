@@ -14,14 +14,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.cluster.bench.served_roof import (
+    STEADY,
+    Arrangement,
+    Load,
+    Reading,
+    output_tokens_per_s,
+    spread,
+    typical,
+)
 from kvferry.cluster.bench_cpu import CpuMeter
 from kvferry.cluster.client import AsyncClient, Completion
 from kvferry.cluster.errors import Internal, NotReady, StreamError
 from kvferry.cluster.reports.common import Json, dist
 from kvferry.cluster.reports.documents import error_json, to_json
+from kvferry.engine.models.size import ModelSize
 from kvferry.engine.request import InvalidRequest
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.protos import kvferry_pb2 as pb
+
+CPU_KERNELS = ("reference", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +78,23 @@ class Repeat:
         return self.output_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
 
+Measure = Callable[[Arrangement], Reading]
+"""Measures the idle machine; takes a second or so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """All repeats, and what the server said of itself before them."""
+    """All repeats, and what the server said of itself before them.
+
+    ``readings`` are the machine's before each repeat and after the last; none where the workers
+    are elsewhere or on other devices.
+    """
 
     endpoint: str
     workload: Workload
     status: pb.StatusResponse
     repeats: Sequence[Repeat]
+    readings: Sequence[Reading] = ()
 
     @property
     def median(self) -> Repeat:
@@ -97,9 +118,13 @@ async def bench_serve(
     workload: Workload,
     num_repeats: int,
     on_progress: Callable[[int, int], None],
+    measure: Measure | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Bench:
     """Run ``num_repeats`` passes; ``on_progress(repeat, num_ended)`` follows each request's end.
+
+    ``measure``, if given, is called before, between and after them for a cluster on this machine's
+    processors.
 
     Raises the client's typed errors where the server cannot serve the workload at all.
     """
@@ -108,6 +133,13 @@ async def bench_serve(
         _check(workload, status)
         warm_up = workload.prompts(-1, status.model.vocab_size)[0]
         await _one(client, warm_up, workload.output_tokens)
+        arrangement = _arrangement(status) if CpuMeter.of_cluster(status, endpoint) else None
+        readings: list[Reading] = []
+
+        def read_machine() -> None:
+            if measure is not None and arrangement is not None:
+                readings.append(measure(arrangement))
+
         repeats = []
         for number in range(num_repeats):
             prompts = workload.prompts(number, status.model.vocab_size)
@@ -115,11 +147,20 @@ async def bench_serve(
             def ended(count: int, number: int = number) -> None:
                 on_progress(number, count)
 
+            read_machine()
             meter = CpuMeter.of_cluster(status, endpoint)
             repeat = await _run(client, workload, prompts, ended, clock)
             repeat.cpu_s = meter.elapsed() if meter is not None else None
             repeats.append(repeat)
-        return Bench(endpoint, workload, status, repeats)
+        read_machine()
+        return Bench(endpoint, workload, status, repeats, readings)
+
+
+def _arrangement(status: pb.StatusResponse) -> Arrangement | None:
+    workers = [entry.worker for entry in status.workers]
+    if any(worker.kernels.implementation not in CPU_KERNELS for worker in workers):
+        return None
+    return Arrangement.of([(worker.role, worker.threads) for worker in workers])
 
 
 def _check(workload: Workload, status: pb.StatusResponse) -> None:
@@ -200,9 +241,32 @@ def bench_json(bench: Bench) -> Json:
         },
         "results": results_json(bench.median),
         "repeats": [results_json(repeat) for repeat in bench.repeats],
-        "roof": None,
+        "roof": _roof_json(bench),
         "peer": None,
         "ratio_to_peer": None,
+    }
+
+
+def _roof_json(bench: Bench) -> Json | None:
+    arrangement = _arrangement(bench.status)
+    if not bench.readings or arrangement is None:
+        return None
+    model, workload = bench.status.model, bench.workload
+    size = ModelSize(model.weight_bytes, model.num_layer_parameters, model.num_head_parameters)
+    load = Load(workload.input_tokens, workload.output_tokens, workload.concurrency)
+    can = typical(bench.readings)
+    kv_bytes_per_token = model.block_bytes / model.block_size
+    roof = output_tokens_per_s(load, size, kv_bytes_per_token, arrangement, can)
+    apart = spread(bench.readings)
+    return {
+        "output_tokens_per_s": roof,
+        "fraction": bench.median.output_tokens_per_s / roof,
+        "gemm_flops": can.gemm_flops,
+        "read_bytes_per_s": can.read_bytes_per_s,
+        "gemm_threads": arrangement.gemm_threads,
+        "read_threads": arrangement.read_threads,
+        "spread": apart,
+        "steady": apart <= STEADY,
     }
 
 

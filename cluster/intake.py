@@ -13,6 +13,7 @@ from kvferry.cluster.chat_input import read_chat
 from kvferry.cluster.errors import UnknownModel
 from kvferry.cluster.sampling_fields import SamplingFields
 from kvferry.engine.chat import ChatTemplate
+from kvferry.engine.models.size import ModelSize
 from kvferry.engine.request import (
     InvalidRequest,
     PromptTooLong,
@@ -37,6 +38,7 @@ class ServedModel:
     revision: str
     architecture: str
     dtype: str
+    size: ModelSize
     layout: KVCacheLayout
     max_model_len: int
     vocab_size: int

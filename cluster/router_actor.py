@@ -160,6 +160,7 @@ def served_model(workers: list[WorkerDescription], served_name: str | None) -> S
         first.model.revision,
         first.model.architecture,
         first.dtype,
+        first.size,
         first.layout,
         min(worker.max_model_len for worker in workers),
         first.model.vocab_size,

@@ -123,6 +123,9 @@ def model(served: ServedModel) -> pb.Model:
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         vocab_size=served.vocab_size,
+        weight_bytes=served.size.weight_bytes,
+        num_layer_parameters=served.size.num_layer_parameters,
+        num_head_parameters=served.size.num_head_parameters,
     )
 
 

@@ -357,7 +357,7 @@ class StatusResponse(_message.Message):
     def __init__(self, ready: _Optional[bool] = ..., not_ready_reasons: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[Router, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., version: _Optional[str] = ..., machine: _Optional[_Union[Machine, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "revision", "architecture", "dtype", "kv_dtype", "block_size", "block_bytes", "max_model_len", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+    __slots__ = ("name", "revision", "architecture", "dtype", "kv_dtype", "block_size", "block_bytes", "max_model_len", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "weight_bytes", "num_layer_parameters", "num_head_parameters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +370,9 @@ class Model(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYER_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEAD_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     architecture: str
@@ -382,7 +385,10 @@ class Model(_message.Message):
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    weight_bytes: int
+    num_layer_parameters: int
+    num_head_parameters: int
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., num_layer_parameters: _Optional[int] = ..., num_head_parameters: _Optional[int] = ...) -> None: ...
 
 class Machine(_message.Message):
     __slots__ = ("cpu", "isa", "cores", "memory_bytes", "os", "python", "torch")

@@ -29,6 +29,7 @@ from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.engine import Engine
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.rope import Rope
+from kvferry.engine.models.size import ModelSize
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.kv_cache.block_pool import BlockPool
@@ -71,6 +72,7 @@ MODEL = ModelConfig(
     eos_token_ids=(),
     bos_token_id=None,
 )
+SIZE = ModelSize(weight_bytes=4, num_layer_parameters=1, num_head_parameters=1)
 
 T = TypeVar("T")
 
@@ -176,6 +178,7 @@ def start_worker(
         isa=None,
         connectors=("shm",),
         model=MODEL,
+        size=SIZE,
         layout=layout,
         dtype="float32",
         max_model_len=MODEL.max_model_len,
@@ -273,6 +276,7 @@ class Stack:
             "1",
             "Stub",
             "float32",
+            SIZE,
             stub_layout(BLOCK),
             self.max_model_len,
             STUB_VOCAB,

@@ -63,6 +63,7 @@ class WorkerActor:
             isa=built.kernels.isa,
             connectors=tuple(endpoint.connector for endpoint in endpoints_of(info)),
             model=built.model,
+            size=built.size,
             layout=built.layout,
             dtype=self._settings.dtype,
             max_model_len=built.max_model_len,

@@ -19,6 +19,7 @@ from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout, load_model
+from kvferry.engine.models.size import ModelSize
 from kvferry.engine.pool_sizing import PoolSize, memory_limit, size_pool
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
@@ -81,6 +82,7 @@ class BuiltWorker:
 
     worker: Worker
     model: ModelConfig
+    size: ModelSize
     layout: KVCacheLayout
     pool: PoolSize
     max_model_len: int
@@ -133,7 +135,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         time.monotonic,
     )
     worker = Worker(settings.ref, engine, connector, settings.times, settings.checksum)
-    return BuiltWorker(worker, config, layout, pool_size, max_len, chosen)
+    return BuiltWorker(worker, config, ModelSize.of(model), layout, pool_size, max_len, chosen)
 
 
 def _size_pool(settings: WorkerSettings, model: LlamaModel, layout: KVCacheLayout) -> PoolSize:

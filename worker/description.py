@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.engine.models.config import ModelConfig
+from kvferry.engine.models.size import ModelSize
 from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.worker.messages import Member
 
@@ -25,6 +26,7 @@ class WorkerDescription:
     isa: str | None
     connectors: tuple[str, ...]
     model: ModelConfig
+    size: ModelSize
     layout: KVCacheLayout
     dtype: str
     max_model_len: int

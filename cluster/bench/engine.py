@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TypeVar, cast
@@ -44,7 +43,7 @@ from kvferry.engine.model_runner import TorchModelRunner
 from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import Kernels, LlamaModel
 from kvferry.engine.models.loading import kv_layout, load_model
-from kvferry.engine.models.tensors import layer_shapes
+from kvferry.engine.models.size import ModelSize
 
 Say = Callable[[str], None]
 AnyRunner = TypeVar("AnyRunner", bound=TorchModelRunner)
@@ -204,19 +203,15 @@ class Steps:
 
     def least_seconds(self, roof: Roof) -> float:
         """Of a step: every weight and all KV read once, or every product computed."""
-        weights, config = self.model.weights, self.model.config
-        embedding = weights.embedding.untyped_storage().data_ptr()
-        shared = any(t.untyped_storage().data_ptr() == embedding for t in weights.head.tensors())
-        # Of an embedding that is not the head a step reads a few rows.
-        num_bytes = weights.num_bytes() - (0 if shared else weights.embedding.nbytes)
-        per_layer = sum(map(prod, layer_shapes(config).values()))
-        head = config.vocab_size * config.hidden_size
+        size, config = ModelSize.of(self.model), self.model.config
         tokens = self.batch * self.query_len
         pairs = self.batch * self.query_len * (self.context - (self.query_len - 1) / 2)
         attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
-        products = 2 * per_layer * config.num_layers * tokens + 2 * head * self.batch
+        products = (
+            2 * size.num_layer_parameters * tokens + 2 * size.num_head_parameters * self.batch
+        )
         kv = self.batch * self.context * self.layout.groups[0].bytes_per_token()
-        return roof.seconds(num_bytes + kv, products + attention)
+        return roof.seconds(size.weight_bytes + kv, products + attention)
 
 
 def seeded() -> torch.Generator:

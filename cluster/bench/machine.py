@@ -14,7 +14,11 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from kvferry.cluster.bench.served_roof import Arrangement, Reading
+
 GEMM_ROWS = 512
+GEMM_SIZE = 2048
+WORKING_SET_BYTES = 512 << 20
 
 Call = Callable[[int], object]
 """What is timed; its argument counts the calls, so that each may touch memory of its own."""
@@ -63,3 +67,11 @@ def gemm_rate(size: int, budget_s: float) -> float:
     x, weight = torch.ones(GEMM_ROWS, size), torch.ones(size, size)
     (times,) = timed({"gemm": lambda _: F.linear(x, weight)}, budget_s).values()
     return 2 * GEMM_ROWS * size * size / median(times)
+
+
+def read_for(arrangement: Arrangement, budget_s: float = 0.5) -> Reading:
+    """What this machine does at the moment, with the threads of each side of ``arrangement``."""
+    with threads(arrangement.gemm_threads):
+        gemm_flops = gemm_rate(GEMM_SIZE, budget_s)
+    with threads(arrangement.read_threads):
+        return Reading(gemm_flops, read_bandwidth(WORKING_SET_BYTES, budget_s))

@@ -10,6 +10,7 @@ import asyncio
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cluster.bench.served_roof import Arrangement, Reading
 from kvferry.cluster.bench_serve import Workload, bench_json, bench_serve
 from kvferry.cluster.cli import bench_local
 from kvferry.cluster.cli.command import Command, Result
@@ -41,6 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--seed", metavar="S", type=int, default=0, help="of the prompts (default: %(default)s)"
     )
+    serve.add_argument(
+        "--roof",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="beside a cluster on this machine's processors, measure what they allow, some seconds "
+        "before and after each repeat (default: %(default)s)",
+    )
     add_json(serve)
     serve.set_defaults(run=run_serve)
     bench_local.configure(kinds)
@@ -62,7 +70,20 @@ def run_serve(args: argparse.Namespace) -> Result:
             line.stage(name, ended, args.num_requests)
 
         line.say("warming up")
-        bench = asyncio.run(bench_serve(args.endpoint, workload, args.repeats, progress))
+
+        def measure(arrangement: Arrangement) -> Reading:
+            line.say("memory and matrix products")
+            return bench_local.load("machine").read_for(arrangement)  # type: ignore[no-any-return]
+
+        bench = asyncio.run(
+            bench_serve(
+                args.endpoint,
+                workload,
+                args.repeats,
+                progress,
+                measure if args.roof else None,
+            )
+        )
     fields = bench_json(bench)
     if not args.json:
         _show(fields, people(args))
@@ -84,6 +105,14 @@ def _show(fields: Json, console: Console) -> None:
         f"{results['completed']} completed, {results['failed']} failed"
         + ("" if cpu is None else f", {cpu * 1000:.1f} CPU ms per output token")
     )
+    roof = fields["roof"]
+    if roof is not None:
+        console.print(
+            f"{roof['fraction']:.0%} of the {roof['output_tokens_per_s']:.0f} output tokens/s that "
+            f"{roof['gemm_flops'] / 1e9:.0f} GFLOP/s and {roof['read_bytes_per_s'] / 1e9:.1f} GB/s "
+            "allow"
+            + ("" if roof["steady"] else f"; disturbed: readings {roof['spread']:.0%} apart")
+        )
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("ms")
     for heading in ("mean", "p50", "p90", "p99", "max"):

@@ -65,7 +65,7 @@ def configure(kinds: Any) -> None:
 
 def run_kernels(args: argparse.Namespace) -> Result:
     """Measure the kernels, with progress on standard error, and show the rows."""
-    bench = _load("kernels")
+    bench = load("kernels")
     with ProgressLine(quiet=args.json) as line:
         fields = bench.bench_kernels(bench.TINY if args.tiny else bench.Sizes(), line.say)
     if not args.json:
@@ -75,7 +75,7 @@ def run_kernels(args: argparse.Namespace) -> Result:
 
 def run_engine(args: argparse.Namespace) -> Result:
     """Find the model, measure its steps, and show the rows."""
-    bench = _load("engine")
+    bench = load("engine")
     store = import_module("kvferry.engine.weights.store")
     with ProgressLine(quiet=args.json) as line:
         cache = store.default_cache_dir(os.environ)
@@ -87,7 +87,7 @@ def run_engine(args: argparse.Namespace) -> Result:
     return Result(fields=fields)
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
     """A module that measures; idle threads sleep, as a worker's do, instead of spinning."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is loaded
     return import_module(f"kvferry.cluster.bench.{name}")

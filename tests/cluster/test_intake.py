@@ -33,6 +33,7 @@ from kvferry.protos import kvferry_pb2 as pb
 from tests.engine.tiny_gguf import TEMPLATE
 from tests.engine.tiny_tokenizers import byte_level, save
 from tests.fakes import stub_layout
+from tests.stack import SIZE
 
 VOCAB, MAX_LEN = 300, 32
 
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def make(folder: Path) -> Callable[[], tuple[Intake, Bits]]:
     tokenizer, template = Tokenizer(folder), ChatTemplate.from_folder(folder, limit_s=60.0)
-    model = ServedModel("tiny", "1", "llama", "float32", stub_layout(4), MAX_LEN, VOCAB, (2,))
+    model = ServedModel("tiny", "1", "llama", "float32", SIZE, stub_layout(4), MAX_LEN, VOCAB, (2,))
 
     def build() -> tuple[Intake, Bits]:
         bits = Bits()
@@ -356,7 +357,7 @@ def test_a_bad_word_without_tokens_is_refused(tmp_path: Path) -> None:
 def test_prompt_logprobs_are_bounded_by_what_they_weigh(
     folder: Path, length: int, top: int
 ) -> None:
-    model = ServedModel("tiny", "1", "llama", "float32", stub_layout(4), 9999, VOCAB, (2,))
+    model = ServedModel("tiny", "1", "llama", "float32", SIZE, stub_layout(4), 9999, VOCAB, (2,))
     wide = Intake(model, Tokenizer(folder), ChatTemplate.from_folder(folder), Bits())
     made = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[5] * length), sampling=pb.SamplingParams(prompt_logprobs=top)

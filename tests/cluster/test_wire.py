@@ -23,6 +23,7 @@ from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef, Role
 from tests.cluster.routing import Bench, member
 from tests.fakes import RecordingListener, stub_layout, stub_spec
+from tests.stack import SIZE
 
 TRANSFER = m.TransferStats("local", 3, 96, 1, 2, 1, 0.5, 0.25, 0.125)
 PREFILL = m.PrefillStats(0.25, 1.0, 4, recomputed_prompt_tokens=5, num_preemptions=1)
@@ -176,7 +177,7 @@ def test_a_delta_carries_log_probabilities_where_there_are_some() -> None:
 
 
 def test_the_served_model_is_described_whole() -> None:
-    served = ServedModel("tiny", "1", "llama", "float32", stub_layout(4), 32, 300, (2,))
+    served = ServedModel("tiny", "1", "llama", "float32", SIZE, stub_layout(4), 32, 300, (2,))
     message = wire.model(served)
     assert filled(message) == declared(pb.Model)
     assert (message.block_size, message.block_bytes, message.kv_dtype) == (4, 32, "int64")
@@ -208,7 +209,7 @@ def description(*roles: Role) -> WorkerDescription:
     config = ModelConfig.__new__(ModelConfig)  # not looked at
     return WorkerDescription(
         member(REF, roles or (Role.DECODE,)), 77, "host", 2, "reference", "avx2", ("local",),
-        config,
+        config, SIZE,
         stub_layout(4), "float32", 32, "arithmetic", "node", num_restarts=3,
     )  # fmt: skip
 

@@ -28,12 +28,13 @@ from kvferry.engine.weights.store import ModelFolder
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker.messages import NodeRef
 from tests.fakes import stub_layout
+from tests.stack import SIZE
 
 
 @pytest.mark.model
 def test_a_stop_ends_the_streams_that_go_on_with_a_typed_error(default_model: ModelFolder) -> None:
     intake = Intake(
-        ServedModel("stub", "1", "Stub", "float32", stub_layout(), 64, 49152, ()),
+        ServedModel("stub", "1", "Stub", "float32", SIZE, stub_layout(), 64, 49152, ()),
         Tokenizer(default_model.path),
         ChatTemplate.from_folder(default_model.path),
         lambda bits: 7,
