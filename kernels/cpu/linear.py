@@ -13,6 +13,7 @@ import torch
 
 from kvferry.kernels.cpu.arguments import ACTIVATIONS, POOLS, activation, like, refuse
 from kvferry.kernels.cpu.extension import native
+from kvferry.kernels.cpu.memory import WEIGHTS
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
 
@@ -20,7 +21,6 @@ _KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 _PANEL = 32
 _STEP_BYTES = 4
 _STEP_MULTIPLE = 16
-_ALIGNMENT = 64
 _MAX_INT8_INPUTS = 1 << 16
 """With more, the largest products of uint8 and int8 would not fit a sum of 32 bits."""
 
@@ -75,7 +75,7 @@ class PackedLinear:
         inputs = _STEP_MULTIPLE << self._kind
         steps = -(-self.in_features // inputs) * _STEP_MULTIPLE
         padded = panels * _PANEL
-        self._packed = _aligned(padded * steps * _STEP_BYTES)
+        self._packed = WEIGHTS.take(padded * steps * _STEP_BYTES)
         quantised = padded if kind == "int8" else 0
         self._scales = torch.zeros(quantised, dtype=torch.float32)
         self._corrections = torch.zeros(quantised, dtype=torch.int32)
@@ -150,10 +150,3 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: WeightKind) -
     """
     exact = dtype == "float32" and weight.dtype == torch.bfloat16
     return PackedLinear(weight, bias, "bfloat16" if exact else dtype)
-
-
-def _aligned(size: int) -> torch.Tensor:
-    """Bytes of which the first lies on a border of ``_ALIGNMENT``."""
-    raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-    skipped = -raw.data_ptr() % _ALIGNMENT
-    return raw[skipped : skipped + size]

@@ -16,14 +16,25 @@ namespace kvferry {
 namespace KVFERRY_ISA {
 
 struct AttentionPlan {
-  int64_t num_prefill, num_decode, num_splits, bytes;
+  int64_t num_prefill, num_decode, num_splits, num_partials, bytes;
 };
+
+// Ranges of TOKENS_PER_SPLIT positions that the sequences with one query have.
+inline int64_t count_ranges(const Attention& a) {
+  int64_t count = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+    if (a.cu_seqlens_q[seq + 1] - a.cu_seqlens_q[seq] != 1) continue;
+    count += (a.seq_lens[seq] + TOKENS_PER_SPLIT - 1) / TOKENS_PER_SPLIT;
+  }
+  return count;
+}
 
 // Fills `prefill`, `decode` and `splits` where they are given; counts in any case.
 inline AttentionPlan plan_attention(const Attention& a, PrefillItem* prefill, DecodeItem* decode,
                                     SplitSequence* splits) {
   AttentionPlan plan = {};
   int64_t tile = queries_per_tile(a.heads / a.kv_heads);
+  int64_t heads = heads_per_item(a, count_ranges(a), a.pool.dtype == F32 ? 4 : 2);
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
     int64_t query_len = a.cu_seqlens_q[seq + 1] - a.cu_seqlens_q[seq], kv_len = a.seq_lens[seq];
     if (query_len == 0) continue;
@@ -41,17 +52,19 @@ inline AttentionPlan plan_attention(const Attention& a, PrefillItem* prefill, De
     }
     int64_t oldest = a.window ? larger(0, kv_len - a.window) : 0;
     int64_t begin = oldest / TOKENS_PER_SPLIT * TOKENS_PER_SPLIT;
-    int64_t first_item = plan.num_decode;
+    int64_t first = plan.num_partials;
     for (int64_t at = begin; at < kv_len; at += TOKENS_PER_SPLIT) {
-      for (int64_t head = 0; head < a.kv_heads; ++head) {
+      for (int64_t head = 0; head < a.kv_heads; head += heads) {
         if (decode) {
-          decode[plan.num_decode] = {seq, head, larger(at, oldest),
-                                     smaller(at + TOKENS_PER_SPLIT, kv_len)};
+          decode[plan.num_decode] = {seq, head, smaller(heads, a.kv_heads - head), larger(at, oldest),
+                                     smaller(at + TOKENS_PER_SPLIT, kv_len),
+                                     plan.num_partials + head};
         }
         ++plan.num_decode;
       }
+      plan.num_partials += a.kv_heads;
     }
-    if (splits) splits[plan.num_splits] = {seq, first_item, plan.num_decode};
+    if (splits) splits[plan.num_splits] = {seq, first, plan.num_partials};
     ++plan.num_splits;
     plan.bytes += (kv_len - oldest) * a.kv_heads * a.dim * 8;
   }
@@ -62,7 +75,7 @@ struct AttentionMemory {
   PrefillItem* prefill;
   DecodeItem* decode;
   SplitSequence* splits;
-  float* partials;  // [num_decode, partial_floats]
+  float* partials;  // [num_partials, partial_floats]
   float* scratch;   // [threads, scratch_floats]
   int64_t scratch_floats;
   size_t bytes;
@@ -79,7 +92,7 @@ inline AttentionMemory lay_out(const Attention& a, const AttentionPlan& plan, ch
   memory.prefill = reinterpret_cast<PrefillItem*>(take(plan.num_prefill * int64_t(sizeof(PrefillItem))));
   memory.decode = reinterpret_cast<DecodeItem*>(take(plan.num_decode * int64_t(sizeof(DecodeItem))));
   memory.splits = reinterpret_cast<SplitSequence*>(take(plan.num_splits * int64_t(sizeof(SplitSequence))));
-  memory.partials = reinterpret_cast<float*>(take(plan.num_decode * partial_floats(a) * 4));
+  memory.partials = reinterpret_cast<float*>(take(plan.num_partials * partial_floats(a) * 4));
   int64_t floats = larger(plan.num_prefill ? prefill_floats(a) : 0, plan.num_decode ? decode_floats(a) : 0);
   memory.scratch_floats = round_up(floats, 16);
   memory.scratch = reinterpret_cast<float*>(take(a.threads * memory.scratch_floats * 4));
@@ -112,7 +125,8 @@ void attention_on(const Attention& a) {
         int64_t at = item - plan.num_prefill;
         const DecodeItem* follower =
             after < num_items ? &memory.decode[after - plan.num_prefill] : nullptr;
-        decode_item<T>(a, memory.decode[at], follower, memory.partials + at * partial_floats(a),
+        const DecodeItem& mine = memory.decode[at];
+        decode_item<T>(a, mine, follower, memory.partials + mine.partial * partial_floats(a),
                        scratch);
       }
     }

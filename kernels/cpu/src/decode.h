@@ -1,29 +1,33 @@
 // Attention of a single query over a range of its keys: bound by reading them.
 //
 // Keys are read in tiles of TILE tokens through a table of row pointers, so that no block size is
-// special, while the rows of the next tile are fetched into the second-level cache. Each row is
-// widened once for up to four query heads. Scores leave as partial sums, a vector per token and
-// head, and a network of shuffles adds up the lanes of W tokens at a time.
+// special, while the keys and values of the next tile are fetched (rows.h). A tile serves as many KV
+// heads as its share of the second-level cache holds, one after the other. Each row is widened once
+// for up to four query heads. Scores leave as partial sums, a vector per token and head, and a
+// network of shuffles adds up the lanes of W tokens at a time.
 #pragma once
 
 #include "kernels.h"
+#include "rows.h"
 #include "vec.h"
 
 namespace kvferry {
 namespace KVFERRY_ISA {
 
 constexpr int64_t TOKENS_PER_SPLIT = 512;
-constexpr int TILE = 128;                             // tokens
+constexpr int64_t TILE_BYTES = 512 << 10;             // of keys and values, at most
 constexpr int ROWS = MANY_REGISTERS ? 4 : 2;          // tokens whose scores are summed at once
 constexpr int HEADS = 4;                              // query heads at once
 constexpr int COLUMNS = MANY_REGISTERS ? 4 : 2;       // vectors of the output at once
 constexpr float NOTHING = -__builtin_inff();
 
 struct DecodeItem {
-  int64_t seq, kv_head, begin, end;  // key positions
+  int64_t seq, first_head, heads;  // KV heads
+  int64_t begin, end;              // key positions
+  int64_t partial;                 // where its first head's result goes
 };
 struct SplitSequence {
-  int64_t seq, first_item, last_item;  // split-major: item = first + split * kv_heads + kv_head
+  int64_t seq, first, last;  // partial results, split-major: first + split * kv_heads + kv_head
 };
 
 inline int64_t padded_dim(const Attention& a) { return round_up(a.dim, W); }
@@ -31,6 +35,14 @@ inline int64_t padded_dim(const Attention& a) { return round_up(a.dim, W); }
 // A partial result: per head of the group its sum, its maximum, and the unnormalised output.
 inline int64_t partial_floats(const Attention& a) {
   return a.heads / a.kv_heads * (padded_dim(a) + 2);
+}
+
+// KV heads of an item: as many as can be while there are items enough for all threads.
+inline int64_t heads_per_item(const Attention& a, int64_t num_ranges, int64_t element_bytes) {
+  int64_t fit = larger(1, TILE_BYTES / (2 * TILE * a.dim * element_bytes));
+  int64_t heads = smaller(a.kv_heads, fit), wanted = a.threads > 1 ? 4 * a.threads : 1;
+  while (heads > 1 && num_ranges * ((a.kv_heads + heads - 1) / heads) < wanted) heads = (heads + 1) / 2;
+  return heads;
 }
 
 // Where element d of a row lies after `load_pair`.
@@ -42,19 +54,20 @@ inline int64_t place(int64_t d, int64_t dim) {
 }
 
 struct DecodeScratch {
-  float* q;         // [group, padded_dim], in the order of the pool's rows
+  float* q;         // [heads of the item, padded_dim], in the order of the pool's rows
   float* out;       // the same
   float* scores;    // [group, TILE]
   vf* partial;      // [HEADS, W]
   float* wide;      // [2, TILE, padded_dim], rows that are widened beforehand
-  float* maximum;   // [group]
-  float* total;     // [group]
+  float* maximum;   // [heads of the item]
+  float* total;     // [heads of the item]
 };
 
+// For an item of every head.
 inline int64_t decode_floats(const Attention& a) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
-  return round_up(group * dim, 16) * 2 + group * TILE + HEADS * W * W + 2 * TILE * dim +
-         round_up(group, 16) * 2;
+  return round_up(a.heads * dim, 16) * 2 + group * TILE + HEADS * W * W + 2 * TILE * dim +
+         round_up(a.heads, 16) * 2;
 }
 
 inline DecodeScratch decode_scratch(const Attention& a, float* base) {
@@ -62,59 +75,29 @@ inline DecodeScratch decode_scratch(const Attention& a, float* base) {
   DecodeScratch s;
   s.partial = reinterpret_cast<vf*>(base);
   s.q = base + HEADS * W * W;
-  s.out = s.q + round_up(group * dim, 16);
-  s.scores = s.out + round_up(group * dim, 16);
+  s.out = s.q + round_up(a.heads * dim, 16);
+  s.scores = s.out + round_up(a.heads * dim, 16);
   s.wide = s.scores + group * TILE;
   s.maximum = s.wide + 2 * TILE * dim;
-  s.total = s.maximum + round_up(group, 16);
+  s.total = s.maximum + round_up(a.heads, 16);
   return s;
-}
-
-// The rows of a tile of keys; `values` is from each key to its value.
-template <class T>
-struct TileRows {
-  const T* k[TILE];
-  int count;
-};
-
-template <class T>
-KVFERRY_INLINE void find_rows(const Attention& a, int64_t seq, int64_t kv_head, int64_t begin,
-                              int64_t end, TileRows<T>& rows) {
-  const int32_t* table = a.block_tables + seq * a.table_stride;
-  const T* base = static_cast<const T*>(a.pool.data) + kv_head * a.pool.head_stride;
-  int64_t block = begin / a.pool.block_size, slot = begin % a.pool.block_size;
-  int n = 0;
-  for (int64_t left = end - begin; left > 0; slot = 0, ++block) {
-    const T* row = base + table[block] * a.pool.block_stride + slot * a.dim;
-    int here = int(smaller(a.pool.block_size - slot, left));
-    left -= here;
-    for (int i = 0; i < here; ++i, row += a.dim) rows.k[n++] = row;
-  }
-  rows.count = n;
-}
-
-template <class T>
-KVFERRY_INLINE void fetch_row(const T* row, int64_t dim) {
-  const char* at = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
 // scores[h * TILE + t] of G heads; `count` is a multiple of W.
 template <class T, int G>
-KVFERRY_INLINE void score_keys(const T* const* k, int count, const float* q, int64_t dim,
-                               float* scores, vf* partial, const TileRows<T>* next) {
+KVFERRY_INLINE void score_keys(const T* const* k, int64_t head, int count, const float* q,
+                               int64_t dim, float* scores, vf* partial, Ahead<T>& ahead,
+                               int lines) {
   int64_t pairs = dim / (2 * W), stride = round_up(dim, W);
   bool single = dim - pairs * 2 * W > 0;
   for (int t = 0; t < count; t += ROWS) {
-    if (next) {
-      for (int i = t; i < t + ROWS && i < next->count; ++i) fetch_row(next->k[i], dim);
-    }
+    ahead.fetch(lines * ROWS);
     vf sums[ROWS][G] = {};
     for (int64_t pair = 0; pair < pairs; ++pair) {
       vf row[ROWS][2];
       KVFERRY_UNROLL
       for (int i = 0; i < ROWS; ++i) {
-        load_pair(k[t + i] + pair * 2 * W, row[i][0], row[i][1]);
+        load_pair(k[t + i] + head + pair * 2 * W, row[i][0], row[i][1]);
         hold(row[i][0]);
         hold(row[i][1]);
       }
@@ -132,7 +115,7 @@ KVFERRY_INLINE void score_keys(const T* const* k, int count, const float* q, int
     if (single) {
       KVFERRY_UNROLL
       for (int i = 0; i < ROWS; ++i) {
-        vf row = load(k[t + i] + pairs * 2 * W);
+        vf row = load(k[t + i] + head + pairs * 2 * W);
         KVFERRY_UNROLL
         for (int h = 0; h < G; ++h) sums[i][h] += row * load(q + h * stride + pairs * 2 * W);
       }
@@ -151,29 +134,29 @@ KVFERRY_INLINE void score_keys(const T* const* k, int count, const float* q, int
   }
 }
 
-// scores[h, t] of a tile; `count` is a multiple of W, and the rows behind the last one repeat it.
+// scores[h, t] of a tile; `head` is from each row to that of the KV head, `count` is a multiple of
+// W, and the rows behind the last one repeat it.
 template <class T>
-KVFERRY_INLINE void score_tile(const T* const* k, int count, const float* q, int64_t group,
-                               int64_t dim, DecodeScratch& s, const TileRows<T>* next) {
-  for (int64_t head = 0; head < group; head += HEADS) {
-    int heads = int(smaller(HEADS, group - head));
-    const float* from = q + head * round_up(dim, W);
-    float* scores = s.scores + head * TILE;
-    switch (heads) {
-      case 1: score_keys<T, 1>(k, count, from, dim, scores, s.partial, next); break;
-      case 2: score_keys<T, 2>(k, count, from, dim, scores, s.partial, next); break;
-      case 3: score_keys<T, 3>(k, count, from, dim, scores, s.partial, next); break;
-      default: score_keys<T, 4>(k, count, from, dim, scores, s.partial, next); break;
+KVFERRY_INLINE void score_tile(const T* const* k, int64_t head, int count, const float* q,
+                               int64_t group, int64_t dim, DecodeScratch& s, Ahead<T>& ahead,
+                               int lines) {
+  for (int64_t h = 0; h < group; h += HEADS) {
+    const float* from = q + h * round_up(dim, W);
+    float* to = s.scores + h * TILE;
+    switch (smaller(HEADS, group - h)) {
+      case 1: score_keys<T, 1>(k, head, count, from, dim, to, s.partial, ahead, lines); break;
+      case 2: score_keys<T, 2>(k, head, count, from, dim, to, s.partial, ahead, lines); break;
+      case 3: score_keys<T, 3>(k, head, count, from, dim, to, s.partial, ahead, lines); break;
+      default: score_keys<T, 4>(k, head, count, from, dim, to, s.partial, ahead, lines); break;
     }
-    next = nullptr;
+    lines = 0;
   }
 }
 
 // out[h, :] += sum over t of weights[h, t] * value t, for C vectors of the output and G heads.
 template <class T, int G, int C>
 KVFERRY_INLINE void add_values(const T* const* k, int64_t values, int count, const float* weights,
-                               float* out, int64_t stride, const TileRows<T>* next,
-                               int64_t next_values, int64_t dim) {
+                               float* out, int64_t stride, Ahead<T>& ahead, int lines) {
   vf sums[G][C];
   KVFERRY_UNROLL
   for (int h = 0; h < G; ++h) {
@@ -181,7 +164,7 @@ KVFERRY_INLINE void add_values(const T* const* k, int64_t values, int count, con
     for (int c = 0; c < C; ++c) sums[h][c] = load(out + h * stride + c * W);
   }
   for (int t = 0; t < count; ++t) {
-    if (next && t < next->count) fetch_row(next->k[t] + next_values, dim);
+    ahead.fetch(lines);
     vf row[C];
     if constexpr (C == 1) {
       row[0] = load(k[t] + values);
@@ -205,33 +188,31 @@ KVFERRY_INLINE void add_values(const T* const* k, int64_t values, int count, con
 
 template <class T, int G>
 KVFERRY_INLINE void add_values_of(const T* const* k, int64_t values, int count,
-                                  const float* weights, float* out, int64_t dim,
-                                  const TileRows<T>* next, int64_t next_values) {
+                                  const float* weights, float* out, int64_t dim, Ahead<T>& ahead,
+                                  int lines) {
   int64_t stride = round_up(dim, W), at = 0;
-  for (; at + COLUMNS * W <= dim; at += COLUMNS * W, next = nullptr) {
-    add_values<T, G, COLUMNS>(k, values + at, count, weights, out + at, stride, next, next_values,
-                              dim);
+  for (; at + COLUMNS * W <= dim; at += COLUMNS * W, lines = 0) {
+    add_values<T, G, COLUMNS>(k, values + at, count, weights, out + at, stride, ahead, lines);
   }
-  for (; at + 2 * W <= dim; at += 2 * W, next = nullptr) {
-    add_values<T, G, 2>(k, values + at, count, weights, out + at, stride, next, next_values, dim);
+  for (; at + 2 * W <= dim; at += 2 * W, lines = 0) {
+    add_values<T, G, 2>(k, values + at, count, weights, out + at, stride, ahead, lines);
   }
-  if (at < dim) {
-    add_values<T, G, 1>(k, values + at, count, weights, out + at, stride, next, next_values, dim);
-  }
+  if (at < dim) add_values<T, G, 1>(k, values + at, count, weights, out + at, stride, ahead, lines);
 }
 
+// Adds the weighted values of a tile; `values` is from each row to its value of the KV head.
 template <class T>
-KVFERRY_INLINE void add_tile(const T* const* k, int64_t values, int count, int64_t group,
-                             int64_t dim, DecodeScratch& s, const TileRows<T>* next,
-                             int64_t next_values) {
-  for (int64_t head = 0; head < group; head += HEADS, next = nullptr) {
-    const float* weights = s.scores + head * TILE;
-    float* out = s.out + head * round_up(dim, W);
-    switch (smaller(HEADS, group - head)) {
-      case 1: add_values_of<T, 1>(k, values, count, weights, out, dim, next, next_values); break;
-      case 2: add_values_of<T, 2>(k, values, count, weights, out, dim, next, next_values); break;
-      case 3: add_values_of<T, 3>(k, values, count, weights, out, dim, next, next_values); break;
-      default: add_values_of<T, 4>(k, values, count, weights, out, dim, next, next_values); break;
+KVFERRY_INLINE void add_tile(const T* const* k, int64_t values, int count, float* sums,
+                             int64_t group, int64_t dim, DecodeScratch& s, Ahead<T>& ahead,
+                             int lines) {
+  for (int64_t h = 0; h < group; h += HEADS, lines = 0) {
+    const float* weights = s.scores + h * TILE;
+    float* out = sums + h * round_up(dim, W);
+    switch (smaller(HEADS, group - h)) {
+      case 1: add_values_of<T, 1>(k, values, count, weights, out, dim, ahead, lines); break;
+      case 2: add_values_of<T, 2>(k, values, count, weights, out, dim, ahead, lines); break;
+      case 3: add_values_of<T, 3>(k, values, count, weights, out, dim, ahead, lines); break;
+      default: add_values_of<T, 4>(k, values, count, weights, out, dim, ahead, lines); break;
     }
   }
 }
@@ -269,13 +250,13 @@ KVFERRY_INLINE void scale_row(float* row, int64_t size, float factor) {
   for (int64_t i = 0; i < size; i += W) store(row + i, load(row + i) * factor);
 }
 
-template <class T>
-KVFERRY_INLINE void weigh_tile(const Attention& a, DecodeScratch& s, int count) {
+// Weights of a KV head's query heads; what they have summed so far follows a new maximum.
+KVFERRY_INLINE void weigh_tile(const Attention& a, DecodeScratch& s, int64_t first, int count) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
   for (int64_t h = 0; h < group; ++h) {
-    float factor = weigh(s.scores + h * TILE, 0, count, count, a.soft_cap, s.maximum[h],
-                         s.total[h]);
-    if (factor != 1.0f) scale_row(s.out + h * dim, dim, factor);
+    float factor = weigh(s.scores + h * TILE, 0, count, int(round_up(count, W)), a.soft_cap,
+                         s.maximum[first + h], s.total[first + h]);
+    if (factor != 1.0f) scale_row(s.out + (first + h) * dim, dim, factor);
   }
 }
 
@@ -302,9 +283,9 @@ KVFERRY_INLINE void take_query(const Attention& a, const DecodeItem& item, bool 
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
   int64_t row = a.cu_seqlens_q[item.seq];
   const TQuery* q = static_cast<const TQuery*>(a.q) + row * a.q_token_stride +
-                    item.kv_head * group * a.q_head_stride;
-  memset(to, 0, size_t(group * dim) * sizeof(float));
-  for (int64_t h = 0; h < group; ++h) {
+                    item.first_head * group * a.q_head_stride;
+  memset(to, 0, size_t(item.heads * group * dim) * sizeof(float));
+  for (int64_t h = 0; h < item.heads * group; ++h) {
     for (int64_t d = 0; d < a.dim; ++d) {
       int64_t at = widened ? d : place<T>(d, a.dim);
       to[h * dim + at] = widen(q[h * a.q_head_stride + d]) * a.scale;
@@ -312,10 +293,37 @@ KVFERRY_INLINE void take_query(const Attention& a, const DecodeItem& item, bool 
   }
 }
 
+// One KV head of a tile of rows, found for the first head of the item.
+template <class T>
+KVFERRY_INLINE void decode_tile(const Attention& a, TileRows<T>& rows, int64_t kv_head,
+                                bool widened, DecodeScratch& s, Ahead<T>& ahead) {
+  int64_t group = a.heads / a.kv_heads, dim = padded_dim(a), first = kv_head * group;
+  int64_t head = kv_head * a.pool.head_stride, values = head + a.pool.plane_stride;
+  const float* q = s.q + first * dim;
+  float* out = s.out + first * dim;
+  int count = rows.count, whole = int(round_up(count, W)), lines = ahead.lines() / 2;
+  if (widened) {
+    const float* wide[TILE];
+    Ahead<float> nothing(a);
+    for (int t = 0; t < whole; ++t) wide[t] = s.wide + (t < count ? t : count - 1) * dim;
+    ahead.fetch(2 * lines * count);
+    widen_rows(rows.k, head, count, a.dim, s.wide);
+    widen_rows(rows.k, values, count, a.dim, s.wide + TILE * dim);
+    score_tile<float>(wide, 0, whole, q, group, dim, s, nothing, 0);
+    weigh_tile(a, s, first, count);
+    add_tile<float>(wide, TILE * dim, count, out, group, dim, s, nothing, 0);
+  } else {
+    score_tile<T>(rows.k, head, whole, q, group, a.dim, s, ahead, lines);
+    weigh_tile(a, s, first, count);
+    add_tile<T>(rows.k, values, count, out, group, a.dim, s, ahead, lines);
+  }
+}
+
+// The partial results of an item; the first keys of its `follower`, if any, are fetched meanwhile.
 template <class T>
 void decode_item(const Attention& a, const DecodeItem& item, const DecodeItem* follower,
-                 float* result, float* base) {
-  int64_t group = a.heads / a.kv_heads, dim = padded_dim(a), values = a.pool.plane_stride;
+                 float* results, float* base) {
+  int64_t group = a.heads / a.kv_heads, heads = item.heads * group, dim = padded_dim(a);
   DecodeScratch s = decode_scratch(a, base);
   bool widened = widens_first<T>(a);
   if (a.dtype == BF16) {
@@ -323,45 +331,27 @@ void decode_item(const Attention& a, const DecodeItem& item, const DecodeItem* f
   } else {
     take_query<T, float>(a, item, widened, s.q);
   }
-  memset(s.out, 0, size_t(group * dim) * sizeof(float));
-  for (int64_t h = 0; h < group; ++h) s.maximum[h] = NOTHING, s.total[h] = 0;
+  memset(s.out, 0, size_t(heads * dim) * sizeof(float));
+  for (int64_t h = 0; h < heads; ++h) s.maximum[h] = NOTHING, s.total[h] = 0;
 
-  TileRows<T> tiles[2];
-  TileRows<T>*rows = &tiles[0], *next = &tiles[1];
-  find_rows(a, item.seq, item.kv_head, item.begin, smaller(item.begin + TILE, item.end), *rows);
+  TileRows<T> rows;
+  Ahead<T> ahead(a);
   for (int64_t at = item.begin; at < item.end; at += TILE) {
-    next->count = 0;
     if (at + TILE < item.end) {
-      find_rows(a, item.seq, item.kv_head, at + TILE, smaller(at + 2 * TILE, item.end), *next);
+      ahead.start(item.seq, item.first_head, item.heads, at + TILE,
+                  smaller(at + 2 * TILE, item.end));
     } else if (follower) {
-      find_rows(a, follower->seq, follower->kv_head, follower->begin,
-                smaller(follower->begin + TILE, follower->end), *next);
+      ahead.start(follower->seq, follower->first_head, follower->heads, follower->begin,
+                  smaller(follower->begin + TILE, follower->end));
     }
-    int count = rows->count, whole = int(round_up(count, W));
-    if (widened) {
-      const float* wide[TILE];
-      for (int t = 0; t < whole; ++t) wide[t] = s.wide + (t < count ? t : count - 1) * dim;
-      for (int t = 0; t < next->count; ++t) {
-        fetch_row(next->k[t], a.dim);
-        fetch_row(next->k[t] + values, a.dim);
-      }
-      widen_rows(rows->k, 0, count, a.dim, s.wide);
-      widen_rows(rows->k, values, count, a.dim, s.wide + TILE * dim);
-      score_tile<float>(wide, whole, s.q, group, dim, s, nullptr);
-      weigh_tile<float>(a, s, count);
-      add_tile<float>(wide, TILE * dim, count, group, dim, s, nullptr, 0);
-    } else {
-      for (int t = count; t < whole; ++t) rows->k[t] = rows->k[count - 1];
-      score_tile<T>(rows->k, whole, s.q, group, a.dim, s, next);
-      weigh_tile<T>(a, s, count);
-      add_tile<T>(rows->k, values, count, group, a.dim, s, next, values);
-    }
-    TileRows<T>* done = rows;
-    rows = next;
-    next = done;
+    find_rows(a, item.seq, item.first_head, at, smaller(at + TILE, item.end), rows);
+    int whole = int(round_up(rows.count, W));
+    for (int t = rows.count; t < whole; ++t) rows.k[t] = rows.k[rows.count - 1];
+    for (int64_t h = 0; h < item.heads; ++h) decode_tile(a, rows, h, widened, s, ahead);
+    ahead.fetch(ahead.lines() * TILE * int(item.heads));
   }
-  for (int64_t h = 0; h < group; ++h) {
-    float* to = result + h * (dim + 2);
+  for (int64_t h = 0; h < heads; ++h) {
+    float* to = results + h * (dim + 2);
     to[dim] = s.total[h];
     to[dim + 1] = s.maximum[h];
     for (int64_t d = 0; d < a.dim; ++d) to[d] = s.out[h * dim + (widened ? d : place<T>(d, a.dim))];
@@ -375,8 +365,8 @@ void finish_sequence(const Attention& a, const SplitSequence& split, float* part
   int64_t row = a.cu_seqlens_q[split.seq] * a.heads * a.dim;
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
     for (int64_t h = 0; h < group; ++h) {
-      float* first = partials + (split.first_item + kv_head) * size + h * (dim + 2);
-      for (int64_t item = split.first_item + kv_head + a.kv_heads; item < split.last_item;
+      float* first = partials + (split.first + kv_head) * size + h * (dim + 2);
+      for (int64_t item = split.first + kv_head + a.kv_heads; item < split.last;
            item += a.kv_heads) {
         const float* other = partials + item * size + h * (dim + 2);
         float most = other[dim + 1] > first[dim + 1] ? other[dim + 1] : first[dim + 1];
