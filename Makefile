@@ -7,6 +7,7 @@
 # make parity   every kind of model beside transformers; print the table of docs/models.md
 # make ext    compile the kernels again, in place
 # make sanitize   run every kernel under AddressSanitizer and UndefinedBehaviorSanitizer
+# make neon   compile the kernels for aarch64 and run them under qemu
 # make format | proto | clean | distclean
 #
 # PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos` or `parity`. pip's own
@@ -24,7 +25,7 @@ MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 
-.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity ext sanitize format proto clean distclean
+.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity ext sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -83,6 +84,9 @@ ext: $(MADE)
 
 sanitize: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.kernels.sanitize
+
+neon: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.kernels.neon
 
 $(INSTALLED): pyproject.toml constraints.txt $(EXT_SOURCES) | $(MADE)
 	@echo "Installing KVFerry into $(VENV) (minutes the first time) ..." >&2

@@ -9,8 +9,11 @@
 #include <cstring>
 #include <utility>
 
+// half precision has no other way to the instruction
 #if defined(__F16C__)
-#include <immintrin.h>  // half precision has no other way to the instruction
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef KVFERRY_ISA
@@ -120,6 +123,8 @@ KVFERRY_INLINE vf load(const f16* from) {
   return _mm512_maskz_cvtph_ps(0xffff, load_raw<__m256i>(from));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(load_raw<__m128i>(from));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(load_raw<float16x4_t>(from));
 #else
   vu half = __builtin_convertvector(load_raw<vh>(from), vu);
   vu magnitude = (half & 0x7fff) << 13;
@@ -143,6 +148,9 @@ KVFERRY_INLINE void store(f16* to, vf v) {
   memcpy(to, &narrowed, sizeof narrowed);
 #elif defined(__F16C__)
   __m128i narrowed = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+  memcpy(to, &narrowed, sizeof narrowed);
+#elif defined(__aarch64__)
+  float16x4_t narrowed = vcvt_f16_f32(v);
   memcpy(to, &narrowed, sizeof narrowed);
 #else
   for (int i = 0; i < W; ++i) narrow(v[i], to + i);
