@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -74,8 +75,10 @@ def run_all(
             f"{args.rounds}: starting {system} ..."
         )
         measured, error, launches = None, None, []
+        began = time.monotonic()
         try:
             with start(system, case, setup) as found:
+                say(f"  ready after {time.monotonic() - began:.0f} s")
                 launches = [server.launch for server in found.servers]
                 measured = measure(found, load, round_number, say)
         except KVFerryError as exc:

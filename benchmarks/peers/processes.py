@@ -22,7 +22,7 @@ import psutil
 from kvferry.cluster.errors import Internal
 
 POLL_S = 0.2
-STOP_S = 60.0  # after SIGTERM, before SIGKILL
+STOP_S = 20.0  # after SIGTERM, before SIGKILL; vLLM does not hear it while it starts
 KILLED_S = 10.0
 TAIL_LINES = 40
 
