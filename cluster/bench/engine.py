@@ -215,7 +215,7 @@ class Steps:
         pairs = self.batch * self.query_len * (self.context - (self.query_len - 1) / 2)
         attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
         products = 2 * per_layer * config.num_layers * tokens + 2 * head * self.batch
-        kv = self.batch * self.context * self.layout.groups[0].bytes_per_token()
+        kv = self.batch * self.context * self.layout.block_bytes() / self.layout.block_size
         return roof.seconds(num_bytes + kv, products + attention)
 
 

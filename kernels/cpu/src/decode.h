@@ -6,6 +6,7 @@
 // head, and a network of shuffles adds up the lanes of W tokens at a time.
 #pragma once
 
+#include "int8_pool.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -88,6 +89,7 @@ KVFERRY_INLINE void find_rows(const Attention& a, int64_t seq, int64_t kv_head, 
     const T* row = base + table[block] * a.pool.block_stride + slot * a.dim;
     int here = int(smaller(a.pool.block_size - slot, left));
     left -= here;
+    TileScales<T, TILE>::fetch(a, row - slot * a.dim, slot, here);
     for (int i = 0; i < here; ++i, row += a.dim) rows.k[n++] = row;
   }
   rows.count = n;
@@ -270,11 +272,14 @@ KVFERRY_INLINE void scale_row(float* row, int64_t size, float factor) {
 }
 
 template <class T>
-KVFERRY_INLINE void weigh_tile(const Attention& a, DecodeScratch& s, int count) {
+KVFERRY_INLINE void weigh_tile(const Attention& a, DecodeScratch& s, int count,
+                               const TileScales<T, TILE>& scales) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
   for (int64_t h = 0; h < group; ++h) {
+    scales.scale_scores(s.scores + h * TILE, count);
     float factor = weigh(s.scores + h * TILE, 0, count, count, a.soft_cap, s.maximum[h],
                          s.total[h]);
+    scales.scale_weights(s.scores + h * TILE, count);
     if (factor != 1.0f) scale_row(s.out + h * dim, dim, factor);
   }
 }
@@ -328,6 +333,7 @@ void decode_item(const Attention& a, const DecodeItem& item, const DecodeItem* f
 
   TileRows<T> tiles[2];
   TileRows<T>*rows = &tiles[0], *next = &tiles[1];
+  TileScales<T, TILE> scales;
   find_rows(a, item.seq, item.kv_head, item.begin, smaller(item.begin + TILE, item.end), *rows);
   for (int64_t at = item.begin; at < item.end; at += TILE) {
     next->count = 0;
@@ -338,6 +344,7 @@ void decode_item(const Attention& a, const DecodeItem& item, const DecodeItem* f
                 smaller(follower->begin + TILE, follower->end), *next);
     }
     int count = rows->count, whole = int(round_up(count, W));
+    scales.take(a, item.seq, item.kv_head, at, at + count);
     if (widened) {
       const float* wide[TILE];
       for (int t = 0; t < whole; ++t) wide[t] = s.wide + (t < count ? t : count - 1) * dim;
@@ -348,12 +355,12 @@ void decode_item(const Attention& a, const DecodeItem& item, const DecodeItem* f
       widen_rows(rows->k, 0, count, a.dim, s.wide);
       widen_rows(rows->k, values, count, a.dim, s.wide + TILE * dim);
       score_tile<float>(wide, whole, s.q, group, dim, s, nullptr);
-      weigh_tile<float>(a, s, count);
+      weigh_tile(a, s, count, scales);
       add_tile<float>(wide, TILE * dim, count, group, dim, s, nullptr, 0);
     } else {
       for (int t = count; t < whole; ++t) rows->k[t] = rows->k[count - 1];
       score_tile<T>(rows->k, whole, s.q, group, a.dim, s, next);
-      weigh_tile<T>(a, s, count);
+      weigh_tile(a, s, count, scales);
       add_tile<T>(rows->k, values, count, group, a.dim, s, next, values);
     }
     TileRows<T>* done = rows;

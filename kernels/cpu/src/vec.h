@@ -40,6 +40,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int8_t vb __attribute__((vector_size(W)));
 typedef double vd __attribute__((vector_size(8 * W)));
 typedef int64_t vl __attribute__((vector_size(8 * W)));
 
@@ -127,6 +128,9 @@ KVFERRY_INLINE vf load(const f16* from) {
   wide |= bits_as<vu>(magnitude >= 0x0f800000) & 0x7f800000;
   return bits_as<vf>(wide | (half & 0x8000) << 16);
 #endif
+}
+KVFERRY_INLINE vf load(const int8_t* from) {
+  return __builtin_convertvector(__builtin_convertvector(load_raw<vb>(from), vi), vf);
 }
 
 KVFERRY_INLINE void store(float* to, vf v) { memcpy(to, &v, sizeof v); }
