@@ -68,7 +68,8 @@ def peak_step_bytes(
 class TorchModelRunner:
     """Computes steps of one model on one pool; implements ``engine.batch.ModelRunner``.
 
-    Not thread-safe. ``pool`` is a view: what others write into the buffer is seen, and the reverse.
+    Not thread-safe. ``pool`` and ``pool_bytes`` are views: what others write into the buffer is
+    seen, and the reverse.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class TorchModelRunner:
         self.model = model
         self.layout = layout
         self.num_blocks = num_blocks
-        self._blocks = pool_bytes(pool_buffer, layout, num_blocks)
-        self.pool = pool_tensor(self._blocks, layout, num_blocks)
+        self.pool_bytes = pool_bytes(pool_buffer, layout, num_blocks)
+        self.pool = pool_tensor(self.pool_bytes, layout, num_blocks)
         _check_layout(model, layout)
         self._max_tokens = max_num_batched_tokens
         self._max_seqs = max_num_seqs
@@ -119,7 +120,7 @@ class TorchModelRunner:
         """
         sequences = output.sequences
         num_tokens = self._fill(sequences)
-        self.model.kernels.copy_blocks(self._blocks, output.copies)
+        self.model.kernels.copy_blocks(self.pool_bytes, output.copies)
         if not sequences:
             return RunnerOutput(())
         hidden = self.model.forward(
