@@ -38,7 +38,7 @@ KVFERRY_INLINE float store_int8(int8_t* to, Each each) {
     vf quotient = v / scale;
     quotient = quotient == quotient ? quotient : vf{};
     vi q = bits_as<vi>(quotient + magic) - bits_as<int32_t>(magic);
-    vb bytes = __builtin_convertvector(q, vb);
+    vb bytes = to_bytes(q);
     memcpy(to + i, &bytes, size_t(n));
   });
   return scale;

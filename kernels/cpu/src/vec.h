@@ -10,7 +10,7 @@
 #include <utility>
 
 #if defined(__F16C__)
-#include <immintrin.h>  // half precision has no other way to the instruction
+#include <immintrin.h>  // half precision and int8 have no other way to the instruction
 #endif
 
 #ifndef KVFERRY_ISA
@@ -130,7 +130,27 @@ KVFERRY_INLINE vf load(const f16* from) {
 #endif
 }
 KVFERRY_INLINE vf load(const int8_t* from) {
-  return __builtin_convertvector(__builtin_convertvector(load_raw<vb>(from), vi), vf);
+#if defined(__AVX512F__)
+  vi wide = bits_as<vi>(_mm512_maskz_cvtepi8_epi32(0xffff, load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+  vi wide = bits_as<vi>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(from))));
+#else
+  vi wide = __builtin_convertvector(load_raw<vb>(from), vi);
+#endif
+  return __builtin_convertvector(wide, vf);
+}
+
+// Integers of -128 to 127 as bytes.
+KVFERRY_INLINE vb to_bytes(vi v) {
+#if defined(__AVX512F__)
+  return bits_as<vb>(_mm512_maskz_cvtepi32_epi8(0xffff, bits_as<__m512i>(v)));
+#elif defined(__AVX2__)
+  __m256i wide = bits_as<__m256i>(v);
+  __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  return bits_as<vb>(_mm_cvtsi128_si64(_mm_packs_epi16(half, half)));
+#else
+  return __builtin_convertvector(v, vb);
+#endif
 }
 
 KVFERRY_INLINE void store(float* to, vf v) { memcpy(to, &v, sizeof v); }
