@@ -59,10 +59,11 @@ void layers() {
 
 Pool make_pool(std::unique_ptr<char[]>& memory, int64_t blocks, int64_t block_size, int64_t heads,
                int64_t dim) {
-  int dtype = int(draw(0, 2));
-  memory = numbers(blocks * 2 * heads * block_size * dim, dtype);
-  return {memory.get(),          blocks, block_size, 2 * heads * block_size * dim,
-          heads * block_size * dim, block_size * dim, dtype};
+  int dtype = int(draw(0, 3));
+  int64_t run = block_size * dim, count = blocks * 2 * heads;
+  if (dtype == I8) run = (run + 3) / 4 * 4 + 4 * block_size;  // of floats: sound as scales
+  memory = dtype == I8 ? numbers(count * run / 4, F32) : numbers(count * run, dtype);
+  return {memory.get(), blocks, block_size, 2 * heads * run, heads * run, run, dtype};
 }
 
 void rope() {
