@@ -99,12 +99,13 @@ class CacheConfig(_Section):
     """The KV pool of each worker: its blocks, or the memory to divide into blocks.
 
     With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
+    ``kv_dtype`` auto is that of activations.
     """
 
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     num_blocks: Count | None = None
     memory: Annotated[Size, Field(ge=1)] | None = None
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
 
 class SchedulerConfig(_Section):

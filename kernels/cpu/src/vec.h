@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-// half precision has no other way to the instruction
+// half precision and int8 have no other way to the instruction
 #if defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -43,6 +43,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int8_t vb __attribute__((vector_size(W)));
 typedef double vd __attribute__((vector_size(8 * W)));
 typedef int64_t vl __attribute__((vector_size(8 * W)));
 
@@ -131,6 +132,29 @@ KVFERRY_INLINE vf load(const f16* from) {
   vu wide = bits_as<vu>(bits_as<vf>(magnitude) * 0x1p112f);
   wide |= bits_as<vu>(magnitude >= 0x0f800000) & 0x7f800000;
   return bits_as<vf>(wide | (half & 0x8000) << 16);
+#endif
+}
+KVFERRY_INLINE vf load(const int8_t* from) {
+#if defined(__AVX512F__)
+  vi wide = bits_as<vi>(_mm512_maskz_cvtepi8_epi32(0xffff, load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+  vi wide = bits_as<vi>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(from))));
+#else
+  vi wide = __builtin_convertvector(load_raw<vb>(from), vi);
+#endif
+  return __builtin_convertvector(wide, vf);
+}
+
+// Integers of -128 to 127 as bytes.
+KVFERRY_INLINE vb to_bytes(vi v) {
+#if defined(__AVX512F__)
+  return bits_as<vb>(_mm512_maskz_cvtepi32_epi8(0xffff, bits_as<__m512i>(v)));
+#elif defined(__AVX2__)
+  __m256i wide = bits_as<__m256i>(v);
+  __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  return bits_as<vb>(_mm_cvtsi128_si64(_mm_packs_epi16(half, half)));
+#else
+  return __builtin_convertvector(v, vb);
 #endif
 }
 
