@@ -40,16 +40,16 @@ _AVX512 = (
     "-mprefer-vector-width=512",
 )
 _AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "x86_64": {"avx512": _AVX512, "avx2": _AVX2, "baseline": ()},
+    "x86_64": {"amx": _AMX, "avx512": _AVX512, "avx2": _AVX2, "baseline": ()},
     "aarch64": {"neon": ()},
 }
 """Machine, then instruction set, widest first; the C++ says what a processor must have for each."""
 
 LINEAR_ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
         "avx512_bf16": _AVX512_BF16,
         "avx2_vnni": (*_AVX2, "-mavxvnni"),
     },

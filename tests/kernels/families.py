@@ -34,7 +34,7 @@ def _isas_here() -> tuple[str, ...]:
 LINEAR_ISAS = _isas_here()
 """Every instruction set of this machine."""
 
-_OWN_LINEARS_ONLY = {"amx", "avx512_bf16", "avx2_vnni"}
+_OWN_LINEARS_ONLY = {"avx512_bf16", "avx2_vnni"}
 ISAS = tuple(isa for isa in LINEAR_ISAS if isa not in _OWN_LINEARS_ONLY)
 """Those with builds of all kernels, not only of the linears."""
 

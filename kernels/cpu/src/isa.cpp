@@ -15,7 +15,7 @@ namespace {
 
 const Isa ISAS[] = {  // best first
 #ifdef KVFERRY_HAVE_amx
-    {"amx", &avx512::table, &amx::linear_table},
+    {"amx", &amx::table, &amx::linear_table},
 #endif
 #ifdef KVFERRY_HAVE_avx512_bf16
     {"avx512_bf16", &avx512::table, &avx512_bf16::linear_table},

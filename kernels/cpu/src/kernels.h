@@ -107,6 +107,7 @@ struct KernelTable {
   namespace isa {                  \
   extern const KernelTable table;  \
   }
+KVFERRY_DECLARE_TABLE(amx)
 KVFERRY_DECLARE_TABLE(avx512)
 KVFERRY_DECLARE_TABLE(avx2)
 KVFERRY_DECLARE_TABLE(baseline)

@@ -4,6 +4,7 @@
 // Rows are padded to whole tiles, so a row's sum is the same alone and in any batch.
 #pragma once
 
+#include "amx.h"
 #include "linear_rows.h"
 
 #if defined(__AMX_TILE__)
@@ -11,24 +12,8 @@
 namespace kvferry {
 namespace KVFERRY_ISA {
 
-constexpr int64_t TILE_ROWS = 16;
-constexpr int64_t TILE_BYTES = 64;
-
-struct TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// All eight tiles in full, as long as it lives.
-struct TilesInUse {
-  TilesInUse() {
-    TileShapes shapes;
-    for (int i = 0; i < 8; ++i) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = TILE_ROWS;
-    _tile_loadconfig(&shapes);
-  }
-  ~TilesInUse() { _tile_release(); }
-};
+constexpr int64_t TILE_ROWS = AMX_ROWS;
+constexpr int64_t TILE_BYTES = AMX_ROW_BYTES;
 
 // What a row of x becomes: PARTS rows whose products add up to that of the row.
 struct AmxBF16 {

@@ -1,11 +1,6 @@
 // The linears: weights of every dtype packed as every kind, and multiplied with rows of either dtype.
 #include <algorithm>
 
-#if defined(__AMX_TILE__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include "check.h"
 #include "linear.h"
 
@@ -119,14 +114,7 @@ void linear(int round) {
   compare_bytes(y.data(), wanted_y.data(), y.bytes());  // what lies between rows is unchanged
 }
 
-void start(int) {
-#if defined(__AMX_TILE__)
-  now("linear", "leave to use tiles");
-  if (syscall(SYS_arch_prctl, 0x1023, 18)) fail("refused");
-#endif
-}
-
-Cases cases[] = {{1, start}, {360, linear}};
+Cases cases[] = {{360, linear}};
 
 }  // namespace
 }  // namespace driver

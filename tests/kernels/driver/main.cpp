@@ -9,6 +9,11 @@
 
 #include "check.h"
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #else
@@ -126,6 +131,11 @@ Memory::~Memory() {
 
 int main(int argc, char** argv) {
   using namespace driver;
+#if defined(__AMX_TILE__)
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  now("tiles", "leave to use them");
+  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) fail("refused");
+#endif
   int every = argc > 1 ? atoi(argv[1]) : 1;
   for (const Entry& entry : entries()) {
     for (int round = 0; round < entry.rounds; round += every) entry.run(round);
