@@ -9,7 +9,7 @@
 #include "decode.h"
 #include "kernels.h"
 #include "layers.h"
-#include "prefill.h"
+#include "prefill_amx.h"
 #include "vec.h"
 
 namespace kvferry {
@@ -33,7 +33,7 @@ inline int64_t count_ranges(const Attention& a) {
 inline AttentionPlan plan_attention(const Attention& a, PrefillItem* prefill, DecodeItem* decode,
                                     SplitSequence* splits) {
   AttentionPlan plan = {};
-  int64_t tile = queries_per_tile(a.heads / a.kv_heads);
+  int64_t tile = queries_per_item(a);
   int64_t heads = heads_per_item(a, count_ranges(a), a.pool.dtype == F32 ? 4 : a.pool.dtype == I8 ? 1 : 2);
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
     int64_t query_len = a.cu_seqlens_q[seq + 1] - a.cu_seqlens_q[seq], kv_len = a.seq_lens[seq];
@@ -93,7 +93,7 @@ inline AttentionMemory lay_out(const Attention& a, const AttentionPlan& plan, ch
   memory.decode = reinterpret_cast<DecodeItem*>(take(plan.num_decode * int64_t(sizeof(DecodeItem))));
   memory.splits = reinterpret_cast<SplitSequence*>(take(plan.num_splits * int64_t(sizeof(SplitSequence))));
   memory.partials = reinterpret_cast<float*>(take(plan.num_partials * partial_floats(a) * 4));
-  int64_t floats = larger(plan.num_prefill ? prefill_floats(a) : 0, plan.num_decode ? decode_floats(a) : 0);
+  int64_t floats = larger(plan.num_prefill ? prefill_scratch_floats(a) : 0, plan.num_decode ? decode_floats(a) : 0);
   memory.scratch_floats = round_up(floats, 16);
   memory.scratch = reinterpret_cast<float*>(take(a.threads * memory.scratch_floats * 4));
   memory.bytes = at;
@@ -120,7 +120,7 @@ void attention_on(const Attention& a) {
     for (int64_t item = take(), after; item < num_items; item = after) {
       after = take();  // known early, so that its first keys are on their way in time
       if (item < plan.num_prefill) {
-        prefill_item<T>(a, memory.prefill[item], scratch);
+        prefill<T>(a, memory.prefill[item], scratch);
       } else {
         int64_t at = item - plan.num_prefill;
         const DecodeItem* follower =
