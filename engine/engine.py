@@ -35,6 +35,7 @@ class Engine:
         block_size: positions per block.
         model: model name and revision, the root of every hash chain.
         clock: seconds, monotonic.
+        match_unit: tokens per value of a hash chain; divides ``block_size``, its default.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Engine:
         block_size: int,
         model: str,
         clock: Callable[[], float],
+        match_unit: int | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -54,6 +56,7 @@ class Engine:
         self.step_started_at = 0.0
         self._runner = runner
         self._model = model
+        self._match_unit = match_unit
         self.clock = clock
 
     def new_sequence(
@@ -97,7 +100,8 @@ class Engine:
 
     def hash_chain(self, spec: RequestSpec) -> HashChain:
         """The request's hash chain, rooted in this engine's model and the request's salt."""
-        return HashChain(root_hash(self._model, spec.cache_salt), self.block_size)
+        root = root_hash(self._model, spec.cache_salt)
+        return HashChain(root, self.block_size, self._match_unit)
 
     @property
     def has_work(self) -> bool:

@@ -11,7 +11,7 @@ from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import BlockTable, SealedBlock
-from kvferry.kv_cache.hashing import HashChain
+from kvferry.kv_cache.hashing import BlockHash, HashChain
 
 
 class SequenceKey(NamedTuple):
@@ -77,6 +77,9 @@ class SequenceState:
             again is recomputation.
         recomputed_prompt_tokens: prompt positions computed again after preemption.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
+        num_cached_tokens: prompt positions whose KV was here when it was first admitted.
+        reused: whole blocks that it began with; its owner hears of them with its first step.
+        computing: chain values of whole blocks that it is about to compute, for who waits for them.
         arrival: order of arrival at this engine; the highest is the newest.
     """
 
@@ -99,6 +102,9 @@ class SequenceState:
     first_scheduled_at: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pending_copies: list[tuple[int, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    reused: list[SealedBlock] = field(default_factory=list)
+    computing: list[BlockHash] = field(default_factory=list)
 
     @property
     def num_output_tokens(self) -> int:

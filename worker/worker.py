@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvferry.engine.engine import Engine
-from kvferry.kv_cache.audit import Owner, PoolAudit, audit
+from kvferry.kv_cache.audit import Owner, PoolAudit, audit, index_owners
 from kvferry.kv_transfer.connector import IncompatiblePeer, KVConnector, Peer, TransferFailed
 from kvferry.worker import messages as m
 from kvferry.worker.channel import Channels
@@ -231,7 +231,7 @@ class Worker:
 
     def audit(self, now: float) -> PoolAudit:
         """Walk every owner and hold the pool against them."""
-        owners = [*self.reads.owners()]
+        owners = [*self.reads.owners(), *index_owners(self.engine.pool)]
         for role in self.roles:
             owners.extend(role.owners(now))
         return audit(self.engine.pool, owners)
