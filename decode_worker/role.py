@@ -369,7 +369,7 @@ class DecodeRole:
         """Blocks in the legs' tables."""
         for (request_id, attempt), leg in self.legs.items():
             if leg.table is not None:
-                for block_id in leg.table.block_ids:
+                for block_id in leg.table.held_ids:
                     yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
 
     def add_load(self, load: LoadReport) -> LoadReport:

@@ -153,6 +153,7 @@ class Scheduler:
             count = len(share.token_ids)
             if result.prompt_logprobs:
                 sequence.add_prompt_logprobs(share.start + 1, result.prompt_logprobs[place])
+            self._kv.copies_made(sequence.table)
             _count_computed(sequence, count)
             finish: Finish | None = None
             if token_id is not None:

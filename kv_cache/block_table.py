@@ -26,6 +26,13 @@ class BlockTable:
     block_size: int
     block_ids: list[int] = field(default_factory=list)
     num_sealed: int = 0
+    copied_from: list[int] = field(default_factory=list)
+    """Sources of copies that have not been made yet, kept from being written meanwhile."""
+
+    @property
+    def held_ids(self) -> list[int]:
+        """Every block that the table refers to."""
+        return [*self.block_ids, *self.copied_from] if self.copied_from else self.block_ids
 
     @property
     def capacity(self) -> int:
@@ -134,6 +141,7 @@ class KVCacheManager:
 
         Returns:
             (source, target) block copies to make before the write; None when too few are free.
+            The table holds the sources until ``copies_made``.
         """
         needed = self.blocks_needed(table, num_tokens + num_lookahead_tokens)
         index = num_computed_tokens // self.block_size
@@ -154,13 +162,19 @@ class KVCacheManager:
             table.block_ids = [*table.block_ids[:index], target, *table.block_ids[index + 1 :]]
             copies.append((source, target))
             self.num_copies += 1
-            self.pool.release([source])
+            table.copied_from.append(source)
         elif appends:
             self.pool.reopen(table.block_ids[index])
         if appends:
             table.num_sealed = min(table.num_sealed, index)
         table.block_ids.extend(fresh)
         return copies
+
+    def copies_made(self, table: BlockTable) -> None:
+        """The copies that ``allocate`` asked for have been made: their sources are let go of."""
+        if table.copied_from:
+            sources, table.copied_from = table.copied_from, []
+            self.pool.release(sources)
 
     def seal(
         self,
@@ -193,10 +207,10 @@ class KVCacheManager:
 
     def has_freeable_block(self, table: BlockTable) -> bool:
         """Whether freeing the table would give at least one block back now."""
-        return any(self.pool.is_held_once(block_id) for block_id in table.block_ids)
+        return any(self.pool.is_held_once(block_id) for block_id in table.held_ids)
 
     def free(self, table: BlockTable) -> None:
         """Give back the table's references; a freed table is empty, so twice is harmless."""
-        block_ids, table.block_ids = table.block_ids, []
+        block_ids, table.block_ids, table.copied_from = table.held_ids, [], []
         table.num_sealed = 0
         self.pool.release(block_ids)

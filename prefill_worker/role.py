@@ -317,7 +317,7 @@ class PrefillRole:
     def owners(self, now: float) -> Iterator[Owner]:
         """Blocks in the jobs' tables, and blocks pinned by leases."""
         for (request_id, attempt), job in self.jobs.items():
-            for block_id in job.sequence.table.block_ids:
+            for block_id in job.sequence.table.held_ids:
                 yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
         for lease, _, block_id in self.leases:
             yield Owner(
