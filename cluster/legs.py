@@ -115,6 +115,17 @@ class Legs:
         if request.prefill_here:
             self.workers.count_prefill(request.request_id, worker, request.num_kv_prompt)
 
+    def computes_rest(self, request: RoutedRequest, worker: NodeRef) -> None:
+        """The decode worker computes what it lacks of the prompt: there is no prefill leg."""
+        self.granted(request, worker)
+        if request.prefill_here:
+            return
+        request.prefill_here, request.prefill_ref = True, worker
+        request.planned_prefill = None
+        if request.decision is not None:
+            request.decision.prefill_worker = worker.node_id
+        self.workers.count_prefill(request.request_id, worker, 1)
+
     def prefill(
         self, request: RoutedRequest, decode: Ticket, target: NodeRef, missing_from: int
     ) -> None:

@@ -22,6 +22,7 @@ class Difference:
         unwanted: held there, wanted no longer: to be cancelled.
         full: requests whose place is kept there while the pool is full.
         granted: (request, positions it need not prefill): the reply may have been lost.
+        computing: requests whose prompt that worker computes unasked; likewise.
         unstarted: reserved there while the router holds the hand-off: its record was lost.
         lost: wanted there, asked for before the list was written, not held: to be asked again.
     """
@@ -29,6 +30,7 @@ class Difference:
     unwanted: list[HeldItem] = field(default_factory=list)
     full: list[RoutedRequest] = field(default_factory=list)
     granted: list[tuple[RoutedRequest, int]] = field(default_factory=list)
+    computing: list[RoutedRequest] = field(default_factory=list)
     unstarted: list[RoutedRequest] = field(default_factory=list)
     lost: list[Ticket] = field(default_factory=list)
 
@@ -61,6 +63,8 @@ def compare(
         held.add((item.request_id, item.leg))
         if item.leg is Leg.DECODE and item.state is LegState.FULL:
             found.full.append(request)
+        elif item.leg is Leg.DECODE and item.computes and not request.prefill_here:
+            found.computing.append(request)
         elif item.leg is Leg.DECODE and ticket.seq <= heard:
             found.granted.append((request, item.missing_from))
             if item.state is LegState.RESERVED and request.holds_hand_off:

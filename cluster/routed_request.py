@@ -200,7 +200,19 @@ class RoutedRequest:
     @property
     def recomputed_prompt_tokens(self) -> int:
         """Prompt positions computed again, by preemption or by a new attempt."""
-        return self.past_recomputed + self._over_legs("recomputed_prompt_tokens")
+        again = 0 if self.first_prefill_stats is None else self._cached(self.prefill_stats)
+        return self.past_recomputed + self._over_legs("recomputed_prompt_tokens") - again
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt positions whose KV was there when the request came: of its first attempt."""
+        return self._cached(self.first_prefill_stats or self.prefill_stats)
+
+    def _cached(self, stats: PrefillStats | None) -> int:
+        """Of the user's prompt: what was delivered earlier is output."""
+        if stats is None:
+            return 0
+        return min(stats.num_cached_tokens, len(self.spec.prompt_token_ids))
 
     @property
     def num_prefill_chunks(self) -> int:

@@ -207,6 +207,8 @@ class Router:
             return
         if reply.outcome is ReserveOutcome.FULL:
             self._is_full(request)
+        elif reply.outcome is ReserveOutcome.COMPUTING:
+            self._computes(request, now)
         else:
             self._granted(request, reply.missing_from, now)
 
@@ -231,6 +233,14 @@ class Router:
         request.state = RequestState.PREFILLING
         request.dispatched_at = request.dispatched_at or now
         self._legs.prefill(request, request.decode, target, missing_from)
+
+    def _computes(self, request: RoutedRequest, now: float) -> None:
+        """The decode worker holds so much of the prompt that it computes the rest."""
+        if request.state is not RequestState.RESERVING or request.decode is None:
+            return
+        self._legs.computes_rest(request, request.decode.worker)
+        request.dispatched_at = request.dispatched_at or now
+        request.state = RequestState.PREFILLING
 
     def _prefill_done(self, sender: NodeRef, done: m.PrefillDone, now: float) -> None:
         overtaken = self.requests.get(done.request_id)
@@ -317,6 +327,8 @@ class Router:
             self._is_full(request)
         for request, missing_from in found.granted:
             self._granted(request, missing_from, now)
+        for request in found.computing:
+            self._computes(request, now)
         for request in found.unstarted:
             self._legs.hand_off(request)
         for ticket in found.lost:

@@ -57,7 +57,7 @@ def finished(item: SessionEnd) -> pb.GenerateResponse:
         finish_reason=finish.reason.value,
         usage=pb.Usage(
             prompt_tokens=len(request.spec.prompt_token_ids),
-            cached_tokens=0,
+            cached_tokens=request.num_cached_tokens,
             completion_tokens=len(request.delivered),
         ),
         timing=_timing(request_timing(request, item.ended_at)),
@@ -152,8 +152,8 @@ def worker_status(
     status.kv.CopyFrom(
         pb.KVUsage(
             num_total=load.num_blocks,
-            num_free=load.num_free_blocks,
-            num_cached=0,
+            num_free=load.num_free_blocks - load.num_cached_blocks,
+            num_cached=load.num_cached_blocks,
             usage=1.0 - load.num_free_blocks / load.num_blocks,
         )
     )

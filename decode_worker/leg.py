@@ -1,8 +1,9 @@
 """One decode leg: the decode worker's half of an attempt.
 
 FULL → RESERVED → RUNNING → FINISHED          any state → gone
-  FULL: a place is kept, no block is held. RESERVED: all prompt blocks are held, and are
-  being filled by reads (or, with ``prefill_here``, by the engine, which is RUNNING at once).
+  FULL: a place is kept, no block is held. RESERVED: all prompt blocks are held; those that were
+  here already are shared, the others are being filled by reads (or, where the leg ``computes``, by
+  the engine, and it is RUNNING at once).
   FINISHED: the output is kept until the router lets go of it.
 """
 
@@ -60,6 +61,7 @@ class Pull:
     last_verified_at: float | None = None
     hand_off_at: float | None = None
     bytes_moved: int = 0
+    blocks_reused: int = 0
     reads_failed: int = 0
     blocks_before_last_chunk: int = 0
 
@@ -68,6 +70,11 @@ class Pull:
         self.verified[start] = start + num_tokens
         while self.verified_until in self.verified:
             self.verified_until = self.verified[self.verified_until]
+
+    def begin_at(self, position: int, num_blocks: int) -> None:
+        """The blocks before ``position`` were here: nothing of them is read."""
+        self.verified_until = position
+        self.blocks_reused = num_blocks
 
     def hand_off_received(self, now: float) -> None:
         """Note how far the pull had come when the last chunk was done."""
@@ -103,7 +110,7 @@ class Pull:
             self.connector,
             len(self.verified),
             self.bytes_moved,
-            0,
+            self.blocks_reused,
             self.reads_failed,
             self.blocks_before_last_chunk,
             whole,
@@ -124,6 +131,8 @@ class DecodeLeg:
         last_event_seq: number of the message that carried the last report.
         ready_at: when every block was verified and the hand-off there.
         told: what the stats were made of when they were last reported.
+        computes: the prompt, or the rest of it that is not here, is computed here.
+        copies: block copies to make before the first step.
     """
 
     request: Reserve
@@ -146,6 +155,8 @@ class DecodeLeg:
     first_step_s: float | None = None
     prefill: PrefillStats | None = None
     told: tuple[object, ...] = ()
+    computes: bool = False
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def first_own_index(self) -> int:
@@ -219,6 +230,6 @@ class DecodeLeg:
             self.first_step_s,
             sequence.num_preemptions if sequence else 0,
             sequence.recomputed_prompt_tokens if sequence else 0,
-            None if self.request.prefill_here else self.pull.stats(),
+            None if self.computes else self.pull.stats(),
             self.prefill,
         )

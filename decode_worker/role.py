@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from kvferry.decode_worker.leg import DecodeLeg
 from kvferry.decode_worker.puller import Puller, acknowledgement
+from kvferry.decode_worker.reservation import reservation, take
 from kvferry.engine.request import Attempt, RequestId
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress, SequenceState
 from kvferry.kv_cache.audit import Owner, OwnerKind
-from kvferry.kv_cache.block_table import BlockTable
 from kvferry.worker import messages as m
 from kvferry.worker.messages import (
     Envelope,
@@ -125,25 +125,30 @@ class DecodeRole:
         if self._engine.scheduler.has_preempted:
             return
         for leg in [leg for leg in self.legs.values() if leg.state is LegState.FULL]:
-            needed = self._engine.kv.blocks_for(leg.num_kv_prompt)
             idle = self._engine.pool.num_free == self._engine.pool.num_blocks
             spare = 0 if idle else self._engine.scheduler.watermark_blocks
-            if needed + spare > self._engine.pool.num_free:
+            found = reservation(
+                self._engine.kv, leg.hashes, leg.request, self._engine.pool.num_free - spare
+            )
+            if found is None:
                 return
-            table = BlockTable(self._engine.block_size, self._engine.pool.allocate(needed))
-            leg.table, leg.state = table, LegState.RESERVED
+            leg.table, leg.copies = take(self._engine.kv, found)
+            leg.computes, leg.state = found.computes, LegState.RESERVED
+            leg.pull.begin_at(found.num_computed, len(found.prefix.block_ids))
             self._reply(leg)
-            if leg.request.prefill_here:
-                self._start(leg, num_computed_tokens=0)
+            if leg.computes:
+                self._start(leg, found.num_computed)
 
     def _reply(self, leg: DecodeLeg) -> None:
-        full = leg.state is LegState.FULL
+        outcome = m.ReserveOutcome.COMPUTING if leg.computes else m.ReserveOutcome.GRANTED
+        if leg.state is LegState.FULL:
+            outcome = m.ReserveOutcome.FULL
         self._worker.send(
             leg.router,
             m.ReserveReply(
                 leg.request.spec.request_id,
                 leg.request.attempt,
-                m.ReserveOutcome.FULL if full else m.ReserveOutcome.GRANTED,
+                outcome,
                 leg.pull.verified_until,
             ),
         )
@@ -151,7 +156,7 @@ class DecodeRole:
     def _announced(self, envelope: Envelope, leg: DecodeLeg | None, now: float) -> None:
         announce = envelope.body
         assert isinstance(announce, m.Announce)
-        if leg is None or leg.state is LegState.FULL or leg.request.prefill_here:
+        if leg is None or leg.state is LegState.FULL or leg.computes:
             refused = m.PullRefused(announce.request_id, announce.attempt)
             self._worker.send(envelope.sender, refused)
         else:
@@ -201,7 +206,7 @@ class DecodeRole:
 
     def _start(self, leg: DecodeLeg, num_computed_tokens: int) -> None:
         assert leg.table is not None
-        if num_computed_tokens:
+        if not leg.computes:
             leg.table.num_sealed = len(leg.table.block_ids)
         leg.state = LegState.RUNNING
         leg.sequence = self._engine.new_sequence(
@@ -212,6 +217,8 @@ class DecodeRole:
             hashes=leg.hashes,
             output_token_ids=tuple(leg.output[leg.first_own_index :]),
             num_computed_tokens=num_computed_tokens,
+            num_cached_tokens=num_computed_tokens if leg.computes else 0,
+            copies=leg.copies,
         )
 
     # --- the engine -------------------------------------------------------------------------
@@ -239,13 +246,14 @@ class DecodeRole:
     def _time_first(self, leg: DecodeLeg, sequence: SequenceState, now: float) -> None:
         """Measure the wait and the first decode step, once each, on this worker's clock."""
         started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
-        if leg.request.prefill_here and leg.prefill is None:
+        if leg.computes and leg.prefill is None:
             leg.prefill = m.PrefillStats(
                 started - leg.received_at,
                 now - started,
                 sequence.num_prefill_chunks,
                 sequence.recomputed_prompt_tokens,
                 sequence.num_preemptions,
+                sequence.num_cached_tokens,
             )
             leg.ready_at = now
         elif leg.first_step_s is None and leg.ready_at is not None:
@@ -360,6 +368,7 @@ class DecodeRole:
                 0,
                 leg.reported,
                 leg.pull.verified_until,
+                leg.computes,
             )
             for (request_id, attempt), leg in self.legs.items()
             if leg.router == router

@@ -69,6 +69,8 @@ class Engine:
         hashes: HashChain | None = None,
         output_token_ids: tuple[int, ...] = (),
         num_computed_tokens: int = 0,
+        num_cached_tokens: int = 0,
+        copies: Sequence[tuple[int, int]] = (),
         prefill_only: bool = False,
     ) -> SequenceState:
         """Make a sequence and hand it to the scheduler.
@@ -81,6 +83,8 @@ class Engine:
             hashes: the request's hash chain, when somebody has begun it.
             output_token_ids: tokens sampled elsewhere in this attempt, after the KV prompt.
             num_computed_tokens: positions that ``table`` holds.
+            num_cached_tokens: prompt positions of these that nobody computed for this request.
+            copies: block copies to make before its first step.
             prefill_only: end when the first token is sampled.
         """
         prompt = spec.kv_prompt()
@@ -94,6 +98,8 @@ class Engine:
             prefill_only=prefill_only,
             num_kv_prompt=len(prompt),
             num_computed_tokens=num_computed_tokens,
+            num_cached_tokens=num_cached_tokens,
+            pending_copies=list(copies),
         )
         self.scheduler.add(sequence)
         return sequence

@@ -207,6 +207,7 @@ class PrefillRole:
                 sequence.num_prefill_chunks,
                 sequence.recomputed_prompt_tokens,
                 sequence.num_preemptions,
+                sequence.num_cached_tokens,
             ),
             logprobs,
             tuple(sequence.prompt_logprobs),

@@ -69,13 +69,16 @@ class CancelLeg:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStats:
-    """How the prefill went: the worker's own wait, its compute time, chunks, recomputation."""
+    """How the prefill went: the worker's own wait, its compute time, chunks, recomputation, and
+    positions whose KV was there already.
+    """
 
     queue_s: float
     prefill_s: float
     num_chunks: int
     recomputed_prompt_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +129,12 @@ class Reserve:
 
 
 class ReserveOutcome(StrEnum):
-    """GRANTED, or FULL: a place is kept as long as the router's lists name it."""
+    """GRANTED; COMPUTING: granted, and so much of the prompt is here that the worker computes the
+    rest itself; or FULL: a place is kept as long as the router's lists name it.
+    """
 
     GRANTED = "granted"
+    COMPUTING = "computing"
     FULL = "full"
 
 
@@ -258,7 +264,7 @@ class LegState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeldItem:
-    """A leg that a worker holds for the router."""
+    """A leg that a worker holds for the router; a decode leg may compute its prompt itself."""
 
     request_id: RequestId
     attempt: Attempt
@@ -267,6 +273,7 @@ class HeldItem:
     branch: int = 0
     tokens_produced: int = 0
     missing_from: int = 0
+    computes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

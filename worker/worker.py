@@ -221,6 +221,7 @@ class Worker:
             queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self.engine.pool.num_blocks,
             num_free_blocks=self.engine.pool.num_free,
+            num_cached_blocks=self.engine.pool.num_cached,
             num_preemptions=scheduler.num_preemptions,
             stale_refused=self.channels.refused.total(),
             peers=tuple(self._peer_states()),

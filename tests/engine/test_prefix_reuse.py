@@ -250,10 +250,10 @@ def test_whatever_comes_is_exact_and_accounted_for(
             number, visit = pending.pop(0)
             bench.submit(visit.spec(str(number)), visit.prefill_only)
         for number, visit in enumerate(visits):
-            if visit.ends_after is not None and str(number) in bench.sequences:
-                if bench.num_steps == visit.step + visit.ends_after:
-                    bench.engine.remove(bench.sequences[str(number)])
-                    removed.append(str(number))
+            name, due = str(number), visit.ends_after is not None
+            if due and name in bench.sequences and bench.num_steps == visit.step + visit.ends_after:
+                bench.engine.remove(bench.sequences[name])
+                removed.append(name)
         bench.step()
     bench.assert_exact(*removed)
     bench.assert_empty()
