@@ -5,15 +5,18 @@
 # make cancel-storm   5,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
 # make parity   every kind of model beside transformers; print the table of docs/models.md
+# make peers  KVFerry and vLLM on the CPU, one after the other, under one load (docs/benchmarks.md)
 # make ext    compile the kernels again, in place
 # make sanitize   run every kernel under AddressSanitizer and UndefinedBehaviorSanitizer
+# make neon   compile the kernels for aarch64 and run them under qemu
 # make format | proto | clean | distclean
 #
-# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos` or `parity`. pip's own
-# settings (index, proxy, certificates) are honoured.
+# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos`, `parity` or
+# `peers`. pip's own settings (index, proxy, certificates) are honoured.
 
 PYTHON ?= python3
 VENV ?= .venv
+PEERS_VENV ?= .venv-peers
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -23,8 +26,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
+INSTALLED_PEERS := $(PEERS_VENV)/.stamp-installed
 
-.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity ext sanitize format proto clean distclean
+.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity peers ext sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +57,9 @@ fuzz: $(INSTALLED_DEV)
 
 parity: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.parity $(ARGS)
+
+peers: $(INSTALLED) $(INSTALLED_PEERS)
+	@$(BIN)/python -m benchmarks.peers --peer-venv $(PEERS_VENV) $(ARGS)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/python -m ruff check --fix .
@@ -84,6 +91,9 @@ ext: $(MADE)
 sanitize: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.kernels.sanitize
 
+neon: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.kernels.neon
+
 $(INSTALLED): pyproject.toml constraints.txt $(EXT_SOURCES) | $(MADE)
 	@echo "Installing KVFerry into $(VENV) (minutes the first time) ..." >&2
 	@$(PIP) --no-build-isolation --editable .
@@ -94,9 +104,15 @@ $(INSTALLED_DEV): pyproject.toml constraints.txt $(EXT_SOURCES) | $(MADE)
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(INSTALLED) $@
 
+$(INSTALLED_PEERS): benchmarks/peers/install.py | $(INSTALLED)
+	@echo "Installing vLLM into $(PEERS_VENV) (minutes, 4 GB) ..." >&2
+	@$(BIN)/python -m venv $(PEERS_VENV)
+	@$(BIN)/python -m benchmarks.peers.install $(PEERS_VENV)
+	@touch $@
+
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(PEERS_VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS_VENV)

@@ -26,7 +26,8 @@ class BuildKernels(build_ext):
         flags = list(SOURCES["COMMON_FLAGS"])
         module = [(f"KVFERRY_HAVE_{isa}", None) for isa in LINEAR_BUILDS]
         module.append(("KVFERRY_SOURCES", f'"{SOURCES["sources_digest"](FOLDER)}"'))
-        jobs = [(SOURCES["MODULE_SOURCE"], "module", module, flags)] + [
+        jobs = [(source, "module", module, flags) for source in SOURCES["MODULE_SOURCES"]]
+        jobs += [
             (SOURCES["KERNEL_SOURCE"], isa, [("KVFERRY_ISA", isa)], flags + list(extra))
             for isa, extra in BUILDS.items()
         ]

@@ -1,18 +1,14 @@
-"""``kvferry bench serve``: a closed loop of fixed lengths against a gRPC endpoint.
+"""``kvferry bench serve``: the closed loop against a gRPC endpoint.
 
-``concurrency`` clients each send their next request when the last one has ended. Prompts are
-random token ids from a seed, outputs have an exact length (``ignore_eos``), and every time is
-measured here, at the client. One request before the measured ones warms the connections up and is
-not counted. Does not know how results are printed.
+One request before the measured ones warms the connections up and is not counted. Does not know
+how results are printed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvferry.cluster.bench.served_roof import (
     STEADY,
@@ -25,57 +21,23 @@ from kvferry.cluster.bench.served_roof import (
 )
 from kvferry.cluster.bench_cpu import CpuMeter
 from kvferry.cluster.client import AsyncClient, Completion
-from kvferry.cluster.errors import Internal, NotReady, StreamError
-from kvferry.cluster.reports.common import Json, dist
-from kvferry.cluster.reports.documents import error_json, to_json
+from kvferry.cluster.closed_loop import (
+    Repeat,
+    Send,
+    Workload,
+    results_json,
+    run_closed_loop,
+    send_one,
+)
+from kvferry.cluster.errors import Internal, NotReady
+from kvferry.cluster.reports.common import Json
+from kvferry.cluster.reports.documents import to_json
 from kvferry.engine.models.size import ModelSize
 from kvferry.engine.request import InvalidRequest
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.protos import kvferry_pb2 as pb
 
 CPU_KERNELS = ("reference", "cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is sent: lengths in tokens, requests in flight, requests in all."""
-
-    input_tokens: int
-    output_tokens: int
-    concurrency: int
-    num_requests: int
-    seed: int = 0
-
-    def prompts(self, repeat: int, vocab_size: int) -> list[list[int]]:
-        """Prompts of one repeat; other repeats get others, so that no cache answers for them.
-
-        Returns ``[num_requests][input_tokens]`` ids below ``vocab_size``.
-        """
-        rng = random.Random(f"{self.seed}/{repeat}")
-        return [
-            [rng.randrange(vocab_size) for _ in range(self.input_tokens)]
-            for _ in range(self.num_requests)
-        ]
-
-
-@dataclass(slots=True)
-class Repeat:
-    """One pass over the workload."""
-
-    completions: list[Completion] = field(default_factory=list)
-    failures: list[KVFerryError] = field(default_factory=list)
-    duration_s: float = 0.0
-    cpu_s: float | None = None
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens received, of requests that ended well."""
-        return sum(len(c.output_token_ids) for c in self.completions)
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        """Output tokens over the time from the first request to the last end."""
-        return self.output_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
 
 Measure = Callable[[Arrangement], Reading]
@@ -132,7 +94,8 @@ async def bench_serve(
         status = await client.status()
         _check(workload, status)
         warm_up = workload.prompts(-1, status.model.vocab_size)[0]
-        await _one(client, warm_up, workload.output_tokens)
+        send = sender(client)
+        await send_one(send, warm_up, workload.output_tokens)
         arrangement = _arrangement(status) if CpuMeter.of_cluster(status, endpoint) else None
         readings: list[Reading] = []
 
@@ -149,7 +112,7 @@ async def bench_serve(
 
             read_machine()
             meter = CpuMeter.of_cluster(status, endpoint)
-            repeat = await _run(client, workload, prompts, ended, clock)
+            repeat = await run_closed_loop(send, workload, prompts, ended, clock)
             repeat.cpu_s = meter.elapsed() if meter is not None else None
             repeats.append(repeat)
         read_machine()
@@ -174,42 +137,15 @@ def _check(workload: Workload, status: pb.StatusResponse) -> None:
         )
 
 
-async def _run(
-    client: AsyncClient,
-    workload: Workload,
-    prompts: Sequence[list[int]],
-    ended: Callable[[int], None],
-    clock: Callable[[], float],
-) -> Repeat:
-    repeat = Repeat()
-    waiting: Iterator[list[int]] = iter(prompts)
+def sender(client: AsyncClient) -> Send:
+    """Sends the closed loop's requests through ``client``."""
 
-    async def one_client() -> None:
-        for prompt in waiting:
-            try:
-                repeat.completions.append(await _one(client, prompt, workload.output_tokens))
-            except KVFerryError as exc:
-                repeat.failures.append(exc)
-            ended(len(repeat.completions) + len(repeat.failures))
-
-    started = clock()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(workload.concurrency, len(prompts))):
-            group.create_task(one_client())
-    repeat.duration_s = clock() - started
-    return repeat
-
-
-async def _one(client: AsyncClient, prompt: list[int], output_tokens: int) -> Completion:
-    completion = await client.generate_text(
-        token_ids=prompt, max_tokens=output_tokens, ignore_eos=True, temperature=0.0
-    )
-    if len(completion.output_token_ids) != output_tokens:
-        raise StreamError(
-            f"request {completion.request_id}: got {len(completion.output_token_ids)} tokens, "
-            f"wanted {output_tokens}: ignore_eos was not honoured"
+    async def send(prompt: list[int], output_tokens: int) -> Completion:
+        return await client.generate_text(
+            token_ids=prompt, max_tokens=output_tokens, ignore_eos=True, temperature=0.0
         )
-    return completion
+
+    return send
 
 
 def bench_json(bench: Bench) -> Json:
@@ -267,30 +203,4 @@ def _roof_json(bench: Bench) -> Json | None:
         "read_threads": arrangement.read_threads,
         "spread": apart,
         "steady": apart <= STEADY,
-    }
-
-
-def results_json(repeat: Repeat) -> Json:
-    """Figures of one repeat; what only an open loop has is null."""
-    done, tokens = repeat.completions, repeat.output_tokens
-    ttft = [c.ttft_s for c in done if c.ttft_s is not None]
-    seconds = [c.ttft_s + c.itl_s[0] for c in done if c.ttft_s is not None and c.itl_s]
-    return {
-        "completed": len(done),
-        "failed": len(repeat.failures),
-        "first_error": error_json(repeat.failures[0]) if repeat.failures else None,
-        "duration_s": repeat.duration_s,
-        "output_tokens_per_s": repeat.output_tokens_per_s,
-        "requests_per_s": len(done) / repeat.duration_s if repeat.duration_s > 0 else None,
-        "ttft_s": dist(ttft),
-        "ttst_s": dist(seconds),
-        "tpot_s": dist([sum(c.itl_s) / len(c.itl_s) for c in done if c.itl_s]),
-        "itl_s": dist([gap for c in done for gap in c.itl_s]),
-        "e2e_s": dist([c.e2e_s for c in done]),
-        "cpu_s_per_output_token": (
-            repeat.cpu_s / tokens if repeat.cpu_s is not None and tokens else None
-        ),
-        "schedule_lag_s": None,
-        "goodput_per_s": None,
-        "slo": None,
     }

@@ -101,6 +101,7 @@ class CacheConfig(_Section):
     With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
     ``prefix_caching`` keeps the KV of ended requests for others that begin alike; they are compared
     every ``prefix_match_unit`` tokens, a divisor of the block size and by default that.
+    ``kv_dtype`` auto is that of activations.
     """
 
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -108,7 +109,7 @@ class CacheConfig(_Section):
     prefix_match_unit: Count | None = None
     num_blocks: Count | None = None
     memory: Annotated[Size, Field(ge=1)] | None = None
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
 
 class SchedulerConfig(_Section):

@@ -29,6 +29,7 @@ from kvferry.engine.table_rows import BlockOutOfRange, TableRows
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
 
+POOL_DTYPES = {**TORCH_DTYPES, "int8": torch.int8}
 PoolBuffer = memoryview | bytearray | mmap.mmap | torch.Tensor
 
 
@@ -67,7 +68,8 @@ def peak_step_bytes(
 class TorchModelRunner:
     """Computes steps of one model on one pool; implements ``engine.batch.ModelRunner``.
 
-    Not thread-safe. ``pool`` is a view: what others write into the buffer is seen, and the reverse.
+    Not thread-safe. ``pool`` and ``pool_bytes`` are views: what others write into the buffer is
+    seen, and the reverse.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class TorchModelRunner:
         self.model = model
         self.layout = layout
         self.num_blocks = num_blocks
-        self.pool = pool_tensor(pool_buffer, layout, num_blocks)
+        self.pool_bytes = pool_bytes(pool_buffer, layout, num_blocks)
+        self.pool = pool_tensor(self.pool_bytes, layout, num_blocks)
         _check_layout(model, layout)
         self._max_tokens = max_num_batched_tokens
         self._max_seqs = max_num_seqs
@@ -117,7 +120,7 @@ class TorchModelRunner:
         """
         sequences = output.sequences
         num_tokens = self._fill(sequences)
-        self.model.kernels.copy_blocks(self.pool, output.copies)
+        self.model.kernels.copy_blocks(self.pool_bytes, output.copies)
         if not sequences:
             return RunnerOutput(())
         hidden = self.model.forward(
@@ -258,8 +261,8 @@ def _sampling_row(seq: ScheduledSequence) -> SamplingRow:
     )
 
 
-def pool_tensor(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
-    """The pool as ``[num_blocks, layers, planes, heads, slots, dim]``, without a copy.
+def pool_bytes(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
+    """The pool as ``[num_blocks, block_bytes]`` uint8, without a copy.
 
     Raises PoolMismatch if ``buffer`` is not writable or has another size.
     """
@@ -276,7 +279,21 @@ def pool_tensor(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> t
             f"the pool's buffer has {raw.numel()} bytes, wanted {wanted} for {num_blocks} blocks "
             f"of {layout.block_bytes()} bytes"
         )
-    return raw.view(TORCH_DTYPES[layout.groups[0].dtype]).view(num_blocks, *layout.block_shape())
+    return raw.view(num_blocks, -1)
+
+
+def pool_tensor(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
+    """The pool as ``[num_blocks, layers, planes, heads, slots, dim]``, without a copy.
+
+    Where the layout has scales the tensor steps over them, and is not contiguous. Raises
+    PoolMismatch as ``pool_bytes``.
+    """
+    dtype = POOL_DTYPES[layout.groups[0].dtype]
+    elements = pool_bytes(buffer, layout, num_blocks).view(dtype)
+    strides = (layout.block_bytes(), *layout.block_strides())
+    return elements.as_strided(
+        (num_blocks, *layout.block_shape()), [stride // dtype.itemsize for stride in strides]
+    )
 
 
 def _check_layout(model: LlamaModel, layout: KVCacheLayout) -> None:

@@ -5,15 +5,17 @@ rank, in one contiguous stretch of bytes::
 
     block[layer][plane][head][slot][dim]
 
-so that one block is one descriptor on the wire and each (layer, plane, head) run is contiguous.
-This module does not know where the bytes lie.
+so that one block is one descriptor on the wire. Each (layer, plane, head) is a run: its rows, slot
+by slot, and where the group has scales, one behind the other, those of the rows. A block so carries
+its scales wherever it is moved. This module does not know where the bytes lie.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class KVGroup:
         num_planes: 2 for K and V; 1 for a latent cache.
         first_kv_head: global index of the first head held.
         total_kv_heads: KV heads of the whole model; 0 means the same as ``num_kv_heads``.
+        scales: element type of the scales, one per row, a key of ``DTYPE_BYTES``; empty for none.
+            That of a slot means nothing until the slot is written.
     """
 
     first_layer: int
@@ -39,15 +43,33 @@ class KVGroup:
     num_planes: int = 2
     first_kv_head: int = 0
     total_kv_heads: int = 0
+    scales: str = ""
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """Shape ``[layers, planes, heads, slots, dim]`` of one block."""
+        """Shape ``[layers, planes, heads, slots, dim]`` of one block, scales left out."""
         return (self.num_layers, self.num_planes, self.num_kv_heads, block_size, self.head_dim)
 
-    def bytes_per_token(self) -> int:
-        """Bytes that one position takes in this group."""
-        elements = self.num_layers * self.num_planes * self.num_kv_heads * self.head_dim
-        return elements * DTYPE_BYTES[self.dtype]
+    def block_strides(self, block_size: int) -> tuple[int, int, int, int, int]:
+        """Bytes from one layer, plane, head, slot and element of a block to the next."""
+        element = DTYPE_BYTES[self.dtype]
+        head = self.run_bytes(block_size)
+        plane = head * self.num_kv_heads
+        return (plane * self.num_planes, plane, head, element * self.head_dim, element)
+
+    def scales_offset(self, block_size: int) -> int:
+        """Bytes from the begin of a run to its scales: its rows, to whole scales."""
+        rows = block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        width = DTYPE_BYTES[self.scales] if self.scales else 1
+        return -(-rows // width) * width
+
+    def run_bytes(self, block_size: int) -> int:
+        """Bytes of one (layer, plane, head) of a block: its rows, and their scales if any."""
+        scales = block_size * DTYPE_BYTES[self.scales] if self.scales else 0
+        return self.scales_offset(block_size) + scales
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block."""
+        return prod(self.block_shape(block_size)[:3]) * self.run_bytes(block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +85,21 @@ class KVCacheLayout:
     num_ranks: int = 1
 
     def block_shape(self, group: int = 0) -> tuple[int, int, int, int, int]:
-        """Shape ``[layers, planes, heads, slots, dim]`` of one block of ``group``."""
+        """Shape ``[layers, planes, heads, slots, dim]`` of one block of ``group``, less scales."""
         return self.groups[group].block_shape(self.block_size)
+
+    def block_strides(self, group: int = 0) -> tuple[int, int, int, int, int]:
+        """Bytes from one layer, plane, head, slot and element of a block to the next."""
+        return self.groups[group].block_strides(self.block_size)
 
     def block_bytes(self, group: int = 0) -> int:
         """Bytes of one block of ``group``."""
-        return self.groups[group].bytes_per_token() * self.block_size
+        return self.groups[group].block_bytes(self.block_size)
 
     def byte_offset(self, layer: int, plane: int, head: int, slot: int, group: int = 0) -> int:
         """Offset in bytes, within a block, of element 0 of a (layer, plane, head, slot) row."""
-        shape = self.block_shape(group)
-        index = layer
-        for size, at in zip(shape[1:4], (plane, head, slot), strict=True):
-            index = index * size + at
-        return index * shape[4] * DTYPE_BYTES[self.groups[group].dtype]
+        strides = self.block_strides(group)
+        return sum(a * b for a, b in zip((layer, plane, head, slot), strides[:4], strict=True))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks needed to hold ``num_tokens`` positions."""

@@ -60,10 +60,12 @@ def _endpoints(data: object) -> tuple[Endpoint, ...]:
 
 def _group(data: object, index: int) -> KVGroup:
     group = _build(KVGroup, _mapping(data, f"groups[{index}]"), f"groups[{index}]")
-    if group.dtype not in DTYPE_BYTES:
-        raise MalformedPeerInfo(
-            f"groups[{index}].dtype must be one of {sorted(DTYPE_BYTES)}, got {group.dtype!r}"
-        )
+    for name, known in (("dtype", [*DTYPE_BYTES]), ("scales", ["", *DTYPE_BYTES])):
+        if getattr(group, name) not in known:
+            raise MalformedPeerInfo(
+                f"groups[{index}].{name} must be one of {sorted(known)}, "
+                f"got {getattr(group, name)!r}"
+            )
     return group
 
 

@@ -186,6 +186,8 @@ def _member(member: Member) -> Iterator[str]:
         yield "layout: a pool without positions"
     if any(group.dtype not in DTYPE_BYTES for group in layout.groups):
         yield f"layout: dtypes {[group.dtype for group in layout.groups]}"
+    if any(group.scales not in ("", *DTYPE_BYTES) for group in layout.groups):
+        yield f"layout: scales {[group.scales for group in layout.groups]}"
 
 
 def _load(load: LoadReport) -> Iterator[str]:

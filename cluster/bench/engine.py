@@ -210,7 +210,7 @@ class Steps:
         products = (
             2 * size.num_layer_parameters * tokens + 2 * size.num_head_parameters * self.batch
         )
-        kv = self.batch * self.context * self.layout.groups[0].bytes_per_token()
+        kv = self.batch * self.context * self.layout.block_bytes() / self.layout.block_size
         return roof.seconds(size.weight_bytes + kv, products + attention)
 
 

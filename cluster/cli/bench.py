@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cluster.bench.served_roof import Arrangement, Reading
-from kvferry.cluster.bench_serve import Workload, bench_json, bench_serve
+from kvferry.cluster.bench_serve import bench_json, bench_serve
 from kvferry.cluster.cli import bench_local
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
 from kvferry.cluster.cli.flags import add_endpoint, add_json, people, positive
 from kvferry.cluster.cli.progress import ProgressLine
+from kvferry.cluster.closed_loop import Workload
 from kvferry.cluster.reports.common import Json
 
 

@@ -42,6 +42,7 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
     state = "ready" if status.ready else f"not ready: {', '.join(status.not_ready_reasons)}"
     model = status.model
     console.print(f"{model.name} ({model.dtype}), {state}", markup=False)
+    console.print(f"KV {model.kv_dtype}, blocks of {model.block_bytes:,} bytes", markup=False)
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for heading in ("worker", "role", "state", "pid", "running", "waiting", "blocks used", "age"):
         table.add_column(heading, justify="left" if heading in ("worker", "role") else "right")

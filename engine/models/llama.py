@@ -51,7 +51,7 @@ class Kernels(Protocol):
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks inside the pool."""
+        """Copy whole blocks inside the pool, which may be given as its bytes."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -22,7 +22,7 @@ from kvferry.kernels import reference
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of files, activations and pools."""
+"""Of files, activations and pools that need no scales."""
 
 TensorSource = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Gives the tensor of a name, in the shape wanted and whatever floating dtype it has."""
@@ -82,7 +82,7 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
     Args:
         config: the model.
         block_size: positions per block.
-        kv_dtype: element type, a key of ``kv_cache.layout.DTYPE_BYTES``.
+        kv_dtype: element type, a key of ``kv_cache.layout.DTYPE_BYTES``; int8 gets float32 scales.
     """
     group = KVGroup(
         first_layer=0,
@@ -90,6 +90,7 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
+        scales="float32" if kv_dtype == "int8" else "",
     )
     return KVCacheLayout(block_size=block_size, groups=(group,))
 

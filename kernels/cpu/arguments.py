@@ -10,9 +10,10 @@ from typing import NoReturn
 import torch
 
 from kvferry.kernels.cpu.errors import InvalidKernelArgument
+from kvferry.kernels.reference.int8 import run_bytes
 
 ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1}
-POOLS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+POOLS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """The numbers that kernels.h gives the dtypes."""
 
 
@@ -81,7 +82,7 @@ def pool_layer(
     """Pointer, blocks, block size, strides of block, plane and head, dtype of one layer."""
     number = POOLS.get(pool.dtype)
     if number is None:
-        refuse("pool", pool.dtype, "torch.float32, torch.bfloat16 or torch.float16")
+        refuse("pool", pool.dtype, ", ".join(map(str, POOLS)))
     if not pool.is_cpu:
         refuse("pool", f"on {pool.device}", "on the CPU")
     shape, stride = pool.shape, pool.stride()
@@ -94,5 +95,19 @@ def pool_layer(
         refuse("layer", layer, f"0 to {shape[1] - 1}")
     if (stride[5] != 1 and shape[5] > 1) or (stride[4] != head_dim and shape[4] > 1):
         refuse("pool", f"of strides {stride}", f"{head_dim} and 1 as the last")
+    if pool.dtype == torch.int8:
+        _check_scales(pool)
     base = pool.data_ptr() + layer * stride[1] * pool.element_size()
     return base, shape[0], shape[4], stride[0], stride[2], stride[3], number
+
+
+def _check_scales(pool: torch.Tensor) -> None:
+    """That every run of an int8 pool has its scales behind it, the last one too."""
+    shape, stride = pool.shape, pool.stride()
+    run = run_bytes(shape[4], shape[5])
+    if stride[3] < run:
+        refuse("pool", f"of strides {stride}", f"at least {run} from head to head, for the scales")
+    last = sum((size - 1) * step for size, step in zip(shape[:4], stride[:4], strict=True))
+    held, wanted = pool.untyped_storage().nbytes(), pool.storage_offset() + last + run
+    if pool.numel() and held < wanted:
+        refuse("pool", f"in {held} bytes", f"at least {wanted}, for the scales")

@@ -92,7 +92,10 @@ def _store(
 
 
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks, all layers; every source is read before any target is written."""
+    """Copy whole blocks, all layers; every source is read before any target is written.
+
+    Of int8 the bytes are given: ``[num_blocks, block_bytes]`` uint8.
+    """
     if not pairs:
         return
     ids = torch.tensor(pairs, dtype=torch.int64).t().contiguous()
@@ -134,8 +137,8 @@ def _move(
     count: int,
 ) -> None:
     pool = target if source_ids is None else source
-    if pool.dtype not in POOLS:
-        refuse("pool", pool.dtype, "torch.float32, torch.bfloat16 or torch.float16")
+    if pool.dtype not in (*POOLS, torch.uint8):
+        refuse("pool", pool.dtype, ", ".join(map(str, (*POOLS, torch.uint8))))
     like("pool", pool, pool.dtype, *pool.shape)
     raise_refusal(
         native.move_blocks(

@@ -9,7 +9,8 @@ import hashlib
 from pathlib import Path
 
 EXTENSION = "kvferry.kernels.cpu._kernels"
-MODULE_SOURCE = "module.cpp"
+MODULE_SOURCES = ("module.cpp", "isa.cpp")
+"""Compiled once, with a macro for each instruction set that is built."""
 KERNEL_SOURCE = "kernels.cpp"
 """Compiled once per instruction set."""
 LINEAR_SOURCE = "linear.cpp"

@@ -1,8 +1,9 @@
 """The reference kernel family in plain torch: the oracle for every other family.
 
 The pool is one tensor ``[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]``
-with K in plane 0 and V in plane 1; a slot number is ``block_id * block_size + offset``. Knows
-tensors and slots; does not know who owns a block, requests, or model configurations.
+with K in plane 0 and V in plane 1; a slot number is ``block_id * block_size + offset``. One of int8
+has scales beside its rows, see ``int8``. Knows tensors and slots; does not know who owns a block,
+requests, or model configurations.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.reference.int8 import row_scales
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -30,7 +32,8 @@ def paged_attention(
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``.
-        pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+        pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; of int8 with the
+            scales of ``kernels.reference.int8``, of which those of valid positions are read.
         layer: layer index within the pool.
         block_tables: ``[num_seqs, max_blocks]`` int32 or int64; entries behind the block of
             position ``seq_len - 1`` are not read and may hold anything.
@@ -45,6 +48,9 @@ def paged_attention(
     out = torch.empty_like(q)
     block_size = pool.shape[4]
     blocks_last = pool[:, layer].permute(1, 2, 0, 3, 4)  # [2, kv_heads, num_blocks, slots, dim]
+    scales_last = None
+    if pool.dtype == torch.int8:
+        scales_last = row_scales(pool)[:, layer].permute(1, 2, 0, 3)
     bounds = cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(seq_lens.tolist()):
         first, last = bounds[seq], bounds[seq + 1]
@@ -55,6 +61,8 @@ def paged_attention(
         table = block_tables[seq, first_block : -(-seq_len // block_size)]
         seen = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
         kv = blocks_last.index_select(2, table).flatten(2, 3)[:, :, seen].float()
+        if scales_last is not None:
+            kv *= scales_last.index_select(2, table).flatten(2, 3)[:, :, seen, None]
         out[first:last] = _attend(q[first:last].float(), kv, softmax_scale, window)
     return out
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvferry.kernels.reference.int8 import quantised, row_scales
 from kvferry.kernels.reference.layers import rope
 
 K_PLANE, V_PLANE = 0, 1
@@ -23,7 +24,8 @@ def write_kv(
     Args:
         pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, written in place.
         layer: layer index within the pool.
-        k: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype.
+        k: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype; for int8 with a
+            scale per row, see ``kernels.reference.int8``.
         v: the same shape.
         slot_mapping: ``[num_tokens]`` int64, distinct slots.
     """
@@ -31,6 +33,13 @@ def write_kv(
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     offsets = slot_mapping - blocks * block_size
     planes = pool[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    if pool.dtype == torch.int8:
+        scales = row_scales(pool)[:, layer]
+        for plane, rows in ((K_PLANE, k), (V_PLANE, v)):
+            integers, factors = quantised(rows)
+            planes[blocks, plane, :, offsets] = integers
+            scales[blocks, plane, :, offsets] = factors
+        return
     planes[blocks, K_PLANE, :, offsets] = k.to(pool.dtype)
     planes[blocks, V_PLANE, :, offsets] = v.to(pool.dtype)
 
@@ -68,19 +77,36 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks, all layers; ``pairs`` are (source block id, target block id).
 
     Targets are distinct. Every source is read before any target is written, so a block may be
-    both source and target.
+    both source and target. ``pool`` is contiguous; of int8, which is not, the bytes are given:
+    ``[num_blocks, block_bytes]`` uint8.
+
+    Raises ValueError.
     """
     if not pairs:
         return
+    _check_whole(pool)
     sources, targets = (torch.tensor(ids, device=pool.device) for ids in zip(*pairs, strict=True))
     pool.index_copy_(0, targets, pool.index_select(0, sources))
 
 
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[i] = pool[block_ids[i]]``; ``out``: ``[num_ids, *a block's shape]``."""
+    """``out[i] = pool[block_ids[i]]``; ``out``: ``[num_ids, *a block's shape]``.
+
+    ``pool`` as in ``copy_blocks``.
+    """
+    _check_whole(pool)
     torch.index_select(pool, 0, block_ids, out=out)
 
 
 def scatter_blocks(blocks: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """``pool[block_ids[i]] = blocks[i]``; distinct ids."""
+    """``pool[block_ids[i]] = blocks[i]``; distinct ids; ``pool`` as in ``copy_blocks``."""
+    _check_whole(pool)
     pool.index_copy_(0, block_ids, blocks)
+
+
+def _check_whole(pool: torch.Tensor) -> None:
+    if not pool.is_contiguous():
+        raise ValueError(
+            f"pool is of strides {pool.stride()}, wanted a contiguous tensor: a pool with scales "
+            "is copied by its bytes"
+        )

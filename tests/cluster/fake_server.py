@@ -95,7 +95,13 @@ def status_response() -> pb.StatusResponse:
     return pb.StatusResponse(
         ready=True,
         model=pb.Model(
-            name="tiny", architecture="llama", dtype="float32", max_model_len=64, vocab_size=100
+            name="tiny",
+            architecture="llama",
+            dtype="float32",
+            kv_dtype="int8",
+            block_bytes=195_840,
+            max_model_len=64,
+            vocab_size=100,
         ),
         endpoints=pb.Endpoints(grpc=["127.0.0.1:1"]),
         routers=[pb.Router(router_id="router-0", epoch=1, pid=1000, host="elsewhere")],

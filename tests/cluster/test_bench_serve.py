@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvferry.cluster.bench_cpu import CpuMeter
-from kvferry.cluster.bench_serve import Bench, Repeat, Workload, bench_json, bench_serve
+from kvferry.cluster.bench_serve import Bench, bench_json, bench_serve
 from kvferry.cluster.client import Completion
+from kvferry.cluster.closed_loop import Repeat, Workload
 from kvferry.cluster.errors import NotReady, WorkerLost
 from kvferry.engine.request import InvalidRequest
 from kvferry.protos import kvferry_pb2 as pb

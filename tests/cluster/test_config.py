@@ -125,6 +125,7 @@ def test_values_of_later_versions_are_refused_by_name(key: str, value: str, inst
         ("cache.block_size", 0),
         ("cache.block_size", "16"),
         ("cache.block_size", True),
+        ("cache.kv_dtype", "int4"),
         ("cache.memory", True),
         ("cache.memory", "1.5B"),
         ("scheduler.watermark", 1.0),

@@ -17,7 +17,8 @@ from kvferry.cluster.bench.served_roof import (
     spread,
     typical,
 )
-from kvferry.cluster.bench_serve import Workload, bench_json, bench_serve
+from kvferry.cluster.bench_serve import bench_json, bench_serve
+from kvferry.cluster.closed_loop import Workload
 from kvferry.engine.models.size import ModelSize
 from kvferry.protos import kvferry_pb2 as pb
 from tests.cluster.fake_server import FakeServer, status_response

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from kvferry.engine.model_runner import pool_tensor
 from kvferry.engine.models.llama import AttentionInputs, LlamaModel
-from kvferry.engine.models.loading import TORCH_DTYPES, kv_layout
+from kvferry.engine.models.loading import kv_layout
+from kvferry.kernels.reference.int8 import row_scales
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -21,7 +23,8 @@ def save(model: Any, folder: Path) -> Path:
 class PagedSequences:
     """Drives ``model`` over a pool whose blocks are handed out in a random order.
 
-    Every slot that was not written is NaN, so that a read outside a sequence shows.
+    Every slot that was not written is NaN, or has a NaN for its scale, so that a read outside a
+    sequence shows.
     """
 
     def __init__(
@@ -33,8 +36,10 @@ class PagedSequences:
         num_blocks = 8 * self.layout.num_blocks_for(64)
         generator = torch.Generator().manual_seed(seed)
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
-        shape = (num_blocks, *self.layout.block_shape())
-        self.pool = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[kv_dtype])
+        raw = torch.empty(num_blocks * self.layout.block_bytes(), dtype=torch.uint8)
+        self.pool = pool_tensor(raw, self.layout, num_blocks)
+        poisoned = row_scales(self.pool) if kv_dtype == "int8" else self.pool
+        poisoned.fill_(torch.nan)
         self._tables: dict[int, list[int]] = {}
         self._computed: dict[int, int] = {}
 

@@ -129,6 +129,19 @@ def test_bfloat16_stays_near_float32_as_transformers_does(
     assert (found - exact).abs().max() < 0.3 * exact.std()
 
 
+@pytest.mark.parametrize(("kv_dtype", "share"), [("float16", 0.02), ("int8", 0.3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_over_a_narrower_pool_stay_near(
+    references: References, kind: str, kv_dtype: str, share: float
+) -> None:
+    theirs, folder = references[kind]
+    ids = tokens(4, 50)
+    exact = expected_logits(theirs, ids)
+    run = PagedSequences(load_model(folder, "float32"), 8, seed=0, kv_dtype=kv_dtype)
+    found = in_chunks(run, ids, [20, 9, 1, 1])
+    assert (found - exact).abs().max() < share * exact.std()
+
+
 def test_chunked_prefill_equals_whole_prefill() -> None:
     model = small_model("float32")
     ids = tokens(5, 60)
@@ -256,3 +269,5 @@ def test_kv_layout_has_one_group_of_all_layers() -> None:
     layout = kv_layout(model.config, 16, "bfloat16")
     assert layout.block_shape() == (3, 2, 2, 16, 8)
     assert layout.block_bytes() == 3 * 2 * 2 * 16 * 8 * 2
+    assert kv_layout(model.config, 16, "float16").block_bytes() == layout.block_bytes()
+    assert kv_layout(model.config, 16, "int8").block_bytes() == 3 * 2 * 2 * 16 * (8 + 4)

@@ -22,6 +22,7 @@ from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout
 from kvferry.engine.request import SamplingParams
 from kvferry.engine.sampling.sampler import InvalidLogits, uniform
+from kvferry.kernels.reference.int8 import row_scales
 from tests.engine.generation import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -38,10 +39,11 @@ from tests.engine.paged_model import PagedSequences
 from tests.parity.variants import VOCAB_SIZE
 
 
-def test_copies_are_made_before_the_step_writes() -> None:
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_copies_are_made_before_the_step_writes(kv_dtype: str) -> None:
     model = small_model()
     plain, copied = Generation(7, 12, [1, 2, 3], []), Generation(7, 12, [1, 2, 3], [])
-    first, second = runner(model), runner(model)
+    first, second = runner(model, kv_dtype=kv_dtype), runner(model, kv_dtype=kv_dtype)
     advance_together(first, [plain])
     advance_together(second, [copied])
     block_2 = second.pool[2].clone()
@@ -150,18 +152,37 @@ def test_a_large_step_leaves_nothing_behind_for_a_small_one() -> None:
     assert step(used, small) == step(runner(model), small)
 
 
-def test_a_bfloat16_pool_serves_a_float32_model() -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
+def test_a_narrower_pool_serves_a_float32_model(kv_dtype: str) -> None:
     model = small_model()
     ids = prompt(8, 20)
-    own = runner(model, kv_dtype="bfloat16")
+    own = runner(model, kv_dtype=kv_dtype)
     step(own, sequence(ids[:19], 0, [1, 2, 3], False))
     step(own, sequence(ids[19:], 19, [1, 2, 3]))
-    assert own.pool.dtype == torch.bfloat16
+    assert own.pool.dtype == getattr(torch, kv_dtype)
     exact = PagedSequences(model, BLOCK_SIZE, 0)
     exact.step([(0, ids)])
     key = own.pool[1, 2, 0].float()
+    if kv_dtype == "int8":
+        key *= row_scales(own.pool)[1, 2, 0].unsqueeze(-1)
     table = exact._tables[0][0]
     assert torch.allclose(key, exact.pool[table, 2, 0], atol=0.05)
+
+
+def test_the_memory_of_an_int8_pool_holds_the_scales_of_every_block() -> None:
+    model = small_model()
+    layout = kv_layout(model.config, BLOCK_SIZE, "int8")
+    buffer = bytearray(NUM_BLOCKS * layout.block_bytes())
+    own = runner(model, buffer, kv_dtype="int8")
+    ids = prompt(1, 13)
+    (wanted,) = step(own, sequence(ids, 0, [33, 6]))
+    step(own, sequence(ids[:12], 0, [33, 6], False))
+    other = runner(model, kv_dtype="int8")
+    for source, target in ((33, 4), (6, 9)):  # as blocks arrive from another worker
+        begin = source * layout.block_bytes()
+        block = bytes(buffer[begin : begin + layout.block_bytes()])
+        other.pool_bytes[target] = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+    assert step(other, sequence(ids[12:], 12, [4, 9])) == (wanted,)
 
 
 @pytest.mark.parametrize(

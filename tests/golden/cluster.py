@@ -53,6 +53,7 @@ class RealCluster(SimCluster):
     """See the module. ``model`` is shared by all workers; each has its own pool."""
 
     model: LlamaModel | None = None
+    kv_dtype: str = "float32"
     block_size: int = 16
     prefill_blocks: int = 64
     decode_blocks: int = 96
@@ -67,7 +68,7 @@ class RealCluster(SimCluster):
     def build(self, ref: NodeRef, num_blocks: int) -> SimWorker:
         """A worker with the real model on a shared pool."""
         assert self.model is not None
-        layout = kv_layout(self.model.config, self.block_size, "float32")
+        layout = kv_layout(self.model.config, self.block_size, self.kv_dtype)
         memory = allocate_shared(num_blocks, layout.block_bytes())
         self.memories[ref] = memory
         connector = make_connector(
@@ -99,7 +100,7 @@ class RealCluster(SimCluster):
             time.sleep(0.0005)
 
     def block(self, sim: SimWorker, block_id: int) -> NDArray[np.float32]:
-        """One block as ``[layer, plane, head, slot, dim]``."""
+        """One block of a float32 pool as ``[layer, plane, head, slot, dim]``."""
         assert self.model is not None
         layout = kv_layout(self.model.config, self.block_size, "float32")
         raw: NDArray[np.float32] = self.memories[sim.ref].blocks[block_id].view(np.float32)

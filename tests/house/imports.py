@@ -20,6 +20,9 @@ ONLY_IN = {
     "torch": set(ROOMS) - {"kv_cache", "protos"},
     "transformers": set(),
     "pickle": set(),
+    # of the repository, but not of the package
+    "benchmarks": set(),
+    "tests": set(),
 }
 
 

@@ -30,6 +30,11 @@ def package_files() -> list[Path]:
     return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
+def benchmark_files() -> list[Path]:
+    """Every Python file of ``benchmarks``, which stands beside the package."""
+    return sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
 def is_generated(path: Path) -> bool:
     """Whether protoc wrote the file."""
     return path.stem.endswith(("_pb2", "_pb2_grpc"))

@@ -35,6 +35,8 @@ def test_imports_go_down_only() -> None:
         ("kvferry.worker", "from kvferry.protos import kvferry_pb2", "protobuf stays in cluster"),
         ("kvferry.worker", "import grpc.aio", "imports grpc"),
         ("kvferry.worker", "import pickle", "belongs to: no room"),
+        ("kvferry.cluster", "from benchmarks.peers import load", "belongs to: no room"),
+        ("kvferry.cluster", "import tests.stack", "belongs to: no room"),
         ("kvferry.engine", "import kernels", "the name is kvferry.kernels"),
         ("kvferry.cluster", "from engine.request import RequestSpec", "the name is kvferry.engine"),
         ("kvferry.cluster", "import os, worker", "the name is kvferry.worker"),

@@ -286,6 +286,8 @@ def test_a_description_survives_its_packet(source: ShmConnector) -> None:
         (("layout",), []),
         (("layout", "groups"), []),
         (("layout", "groups", 0, "dtype"), "complex"),
+        (("layout", "groups", 0, "scales"), "complex"),
+        (("layout", "groups", 0, "scales"), 4),
         (("layout", "groups", 0, "head_dim"), 0),
         (("layout", "groups", 0, "head_dim"), 1 << 63),
         (("layout", "groups", 0), None),

@@ -113,6 +113,12 @@ IMPOSSIBLE: dict[str, Body] = {
             groups=(replace(MEMBER.peer_info.layout.groups[0], dtype="int3"),),
         )
     ),
+    "layout: scales ['int3']": peer(
+        layout=replace(
+            MEMBER.peer_info.layout,
+            groups=(replace(MEMBER.peer_info.layout.groups[0], scales="int3"),),
+        )
+    ),
     "layout: a pool without positions": peer(layout=replace(MEMBER.peer_info.layout, block_size=0)),
     "roles: ()": membership(replace(MEMBER, roles=())),
 }

@@ -34,7 +34,7 @@ inline AttentionPlan plan_attention(const Attention& a, PrefillItem* prefill, De
                                     SplitSequence* splits) {
   AttentionPlan plan = {};
   int64_t tile = queries_per_tile(a.heads / a.kv_heads);
-  int64_t heads = heads_per_item(a, count_ranges(a), a.pool.dtype == F32 ? 4 : 2);
+  int64_t heads = heads_per_item(a, count_ranges(a), a.pool.dtype == F32 ? 4 : a.pool.dtype == I8 ? 1 : 2);
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
     int64_t query_len = a.cu_seqlens_q[seq + 1] - a.cu_seqlens_q[seq], kv_len = a.seq_lens[seq];
     if (query_len == 0) continue;

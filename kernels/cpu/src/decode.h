@@ -7,6 +7,7 @@
 // network of shuffles adds up the lanes of W tokens at a time.
 #pragma once
 
+#include "int8_pool.h"
 #include "kernels.h"
 #include "rows.h"
 #include "vec.h"
@@ -251,11 +252,16 @@ KVFERRY_INLINE void scale_row(float* row, int64_t size, float factor) {
 }
 
 // Weights of a KV head's query heads; what they have summed so far follows a new maximum.
-KVFERRY_INLINE void weigh_tile(const Attention& a, DecodeScratch& s, int64_t first, int count) {
+template <class T>
+KVFERRY_INLINE void weigh_tile(const Attention& a, DecodeScratch& s, int64_t first, int count,
+                               const TileScales<T, TILE>& scales) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a);
   for (int64_t h = 0; h < group; ++h) {
-    float factor = weigh(s.scores + h * TILE, 0, count, int(round_up(count, W)), a.soft_cap,
+    float* scores = s.scores + h * TILE;
+    scales.scale_scores(scores, count);
+    float factor = weigh(scores, 0, count, int(round_up(count, W)), a.soft_cap,
                          s.maximum[first + h], s.total[first + h]);
+    scales.scale_weights(scores, count);
     if (factor != 1.0f) scale_row(s.out + (first + h) * dim, dim, factor);
   }
 }
@@ -295,13 +301,16 @@ KVFERRY_INLINE void take_query(const Attention& a, const DecodeItem& item, bool 
 
 // One KV head of a tile of rows, found for the first head of the item.
 template <class T>
-KVFERRY_INLINE void decode_tile(const Attention& a, TileRows<T>& rows, int64_t kv_head,
-                                bool widened, DecodeScratch& s, Ahead<T>& ahead) {
+KVFERRY_INLINE void decode_tile(const Attention& a, const DecodeItem& item, TileRows<T>& rows,
+                                int64_t at, int64_t kv_head, bool widened, DecodeScratch& s,
+                                Ahead<T>& ahead) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a), first = kv_head * group;
   int64_t head = kv_head * a.pool.head_stride, values = head + a.pool.plane_stride;
   const float* q = s.q + first * dim;
   float* out = s.out + first * dim;
   int count = rows.count, whole = int(round_up(count, W)), lines = ahead.lines() / 2;
+  TileScales<T, TILE> scales;
+  scales.take(a, item.seq, item.first_head + kv_head, at, at + count);
   if (widened) {
     const float* wide[TILE];
     Ahead<float> nothing(a);
@@ -310,11 +319,11 @@ KVFERRY_INLINE void decode_tile(const Attention& a, TileRows<T>& rows, int64_t k
     widen_rows(rows.k, head, count, a.dim, s.wide);
     widen_rows(rows.k, values, count, a.dim, s.wide + TILE * dim);
     score_tile<float>(wide, 0, whole, q, group, dim, s, nothing, 0);
-    weigh_tile(a, s, first, count);
+    weigh_tile(a, s, first, count, scales);
     add_tile<float>(wide, TILE * dim, count, out, group, dim, s, nothing, 0);
   } else {
     score_tile<T>(rows.k, head, whole, q, group, a.dim, s, ahead, lines);
-    weigh_tile(a, s, first, count);
+    weigh_tile(a, s, first, count, scales);
     add_tile<T>(rows.k, values, count, out, group, a.dim, s, ahead, lines);
   }
 }
@@ -347,7 +356,9 @@ void decode_item(const Attention& a, const DecodeItem& item, const DecodeItem* f
     find_rows(a, item.seq, item.first_head, at, smaller(at + TILE, item.end), rows);
     int whole = int(round_up(rows.count, W));
     for (int t = rows.count; t < whole; ++t) rows.k[t] = rows.k[rows.count - 1];
-    for (int64_t h = 0; h < item.heads; ++h) decode_tile(a, rows, h, widened, s, ahead);
+    for (int64_t h = 0; h < item.heads; ++h) {
+      decode_tile(a, item, rows, at, h, widened, s, ahead);
+    }
     ahead.fetch(ahead.lines() * TILE * int(item.heads));
   }
   for (int64_t h = 0; h < heads; ++h) {

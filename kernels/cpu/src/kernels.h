@@ -9,7 +9,7 @@
 
 namespace kvferry {
 
-enum DType : int { F32 = 0, BF16 = 1, F16 = 2 };
+enum DType : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };  // I8 of pools only
 
 // out[o, i, :] = weight * x / sqrt(mean(x^2) + eps), rows [outer, inner], out contiguous. Where
 // `residual` is given (contiguous as out), it becomes residual + x, rounded, and that is normalised.
@@ -43,7 +43,8 @@ struct RopeTables {
 };
 
 // The pool of one layer: element (block, plane, head, slot, d) lies at
-// data + block * block_stride + plane * plane_stride + head * head_stride + slot * dim + d.
+// data + block * block_stride + plane * plane_stride + head * head_stride + slot * dim + d. Of I8 the
+// scales lie behind the rows: int8_pool.h.
 struct Pool {
   void* data;
   int64_t num_blocks, block_size, block_stride, plane_stride, head_stride;

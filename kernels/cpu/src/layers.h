@@ -3,6 +3,7 @@
 // Memory-bound: one pass over each row, float32 inside, one rounding at the end.
 #pragma once
 
+#include "int8_pool.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -27,7 +28,9 @@ void with_activation(int dtype, F f) {
 }
 template <class F>
 void with_pool(int dtype, F f) {
-  if (dtype == F16) {
+  if (dtype == I8) {
+    f(static_cast<int8_t*>(nullptr));
+  } else if (dtype == F16) {
     f(static_cast<f16*>(nullptr));
   } else {
     with_activation(dtype, f);
@@ -161,19 +164,19 @@ inline void rope_tables(const RopeTables& a) {
   });
 }
 
-template <class T, class To>
-KVFERRY_INLINE void turn(To* to, const T* x, const T* cos, const T* sin, int64_t dim) {
+// Calls f(i, n, vector) for every vector of a row as it is, or turned.
+template <class T, class F>
+KVFERRY_INLINE void each_of(const T* from, int64_t size, F f) {
+  for_vectors(size, [&](int64_t i, int n) { f(i, n, load_n(from + i, n)); });
+}
+template <class T, class F>
+KVFERRY_INLINE void each_turned(const T* x, const T* cos, const T* sin, int64_t dim, F f) {
   int64_t half = dim / 2;
   for_vectors(half, [&](int64_t i, int n) {
     vf a = load_n(x + i, n), b = load_n(x + half + i, n);
-    store_n(to + i, a * load_n(cos + i, n) - b * load_n(sin + i, n), n);
-    store_n(to + half + i, b * load_n(cos + half + i, n) + a * load_n(sin + half + i, n), n);
+    f(i, n, a * load_n(cos + i, n) - b * load_n(sin + i, n));
+    f(half + i, n, b * load_n(cos + half + i, n) + a * load_n(sin + half + i, n));
   });
-}
-
-template <class T, class To>
-KVFERRY_INLINE void convert(To* to, const T* from, int64_t size) {
-  for_vectors(size, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n), n); });
 }
 
 template <class T, class TPool>
@@ -182,22 +185,27 @@ KVFERRY_INLINE void rope_token(const Rope& a, int64_t token) {
   const T* cos = static_cast<const T*>(a.cos) + token * a.table_stride;
   const T* sin = static_cast<const T*>(a.sin) + token * a.table_stride;
   T* out = static_cast<T*>(a.out) + token * a.heads * a.dim;
-  for (int64_t head = 0; head < a.heads; ++head) {
-    turn(out + head * a.dim, x + head * a.x_head_stride, cos, sin, a.dim);
+  for (int64_t head = 0; head < a.heads; ++head, out += a.dim) {
+    each_turned(x + head * a.x_head_stride, cos, sin, a.dim,
+                [&](int64_t i, int n, vf v) { store_n(out + i, v, n); });
   }
   if (!a.pool.data) return;
   x += a.heads * a.x_head_stride;
   const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride;
-  int64_t slot = a.slots[token];
-  TPool* k_to = static_cast<TPool*>(a.pool.data) + slot / a.pool.block_size * a.pool.block_stride +
-                slot % a.pool.block_size * a.dim;
-  for (int64_t head = 0; head < a.kv_heads; ++head, k_to += a.pool.head_stride) {
-    if (a.cos) {
-      turn(k_to, x + head * a.x_head_stride, cos, sin, a.dim);
-    } else {
-      convert(k_to, x + head * a.x_head_stride, a.dim);
-    }
-    convert(k_to + a.pool.plane_stride, v + head * a.v_head_stride, a.dim);
+  int64_t block = a.slots[token] / a.pool.block_size, slot = a.slots[token] % a.pool.block_size;
+  TPool* run = static_cast<TPool*>(a.pool.data) + block * a.pool.block_stride;
+  for (int64_t head = 0; head < a.kv_heads; ++head, run += a.pool.head_stride) {
+    const T* key = x + head * a.x_head_stride;
+    const T* value = v + head * a.v_head_stride;
+    store_row(a.pool, a.dim, run, slot, [&](auto f) {
+      if (a.cos) {
+        each_turned(key, cos, sin, a.dim, f);
+      } else {
+        each_of(key, a.dim, f);
+      }
+    });
+    store_row(a.pool, a.dim, run + a.pool.plane_stride, slot,
+              [&](auto f) { each_of(value, a.dim, f); });
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "layers.h"
 #include "linear.h"
@@ -54,7 +55,8 @@ void pack_output(const PackLinear& a, int64_t output, char* to, int64_t steps) {
 // Pages of 2 MB where the system has them: a step of a decode reads every weight once.
 inline void advise_huge_pages(char* begin, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-  uintptr_t page = 4096, first = (uintptr_t(begin) + page - 1) / page * page;
+  uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));  // 4, 16 or 64 KB
+  uintptr_t first = (uintptr_t(begin) + page - 1) / page * page;
   uintptr_t last = (uintptr_t(begin) + uintptr_t(bytes)) / page * page;
   if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else

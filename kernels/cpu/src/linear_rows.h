@@ -31,8 +31,6 @@ KVFERRY_INLINE vf not_fused(vf v) {
   return v;
 }
 
-typedef int8_t vb __attribute__((vector_size(W)));
-
 // Symmetric int8 plus `offset`; returns the factor that undoes it: NaN where the row has a NaN or
 // an infinity, so that its outputs have one too.
 template <class T>

@@ -1,26 +1,15 @@
-// The Python module: arguments as integers and floats, checks of what only the data can say, the
-// choice of an instruction set, and the lock of the interpreter released around every kernel.
+// The Python module: arguments as integers and floats, checks of what only the data can say, and the
+// lock of the interpreter released around every kernel.
 //
 // A function returns None, or the reason why it did nothing. Shapes, dtypes and strides have been
 // checked by the callers in Python.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <initializer_list>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#include "kernels.h"
-#include "linear.h"
+#include "isa.h"
 
 using namespace kvferry;
 
@@ -28,111 +17,23 @@ namespace {
 
 // --- instruction sets ----------------------------------------------------------------------------
 
-struct Isa {
-  const char* name;
-  const KernelTable* kernels;
-  const LinearTable* linears;
-};
-
-const Isa ISAS[] = {  // best first
-#ifdef KVFERRY_HAVE_amx
-    {"amx", &avx512::table, &amx::linear_table},
-#endif
-#ifdef KVFERRY_HAVE_avx512_bf16
-    {"avx512_bf16", &avx512::table, &avx512_bf16::linear_table},
-#endif
-#ifdef KVFERRY_HAVE_avx512
-    {"avx512", &avx512::table, &avx512::linear_table},
-#endif
-#ifdef KVFERRY_HAVE_avx2_vnni
-    {"avx2_vnni", &avx2::table, &avx2_vnni::linear_table},
-#endif
-#ifdef KVFERRY_HAVE_avx2
-    {"avx2", &avx2::table, &avx2::linear_table},
-#endif
-#ifdef KVFERRY_HAVE_baseline
-    {"baseline", &baseline::table, &baseline::linear_table},
-#endif
-#ifdef KVFERRY_HAVE_neon
-    {"neon", &neon::table, &neon::linear_table},
-#endif
-};
-
-#if defined(__x86_64__)
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-}
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
-// One bit of CPUID's leaf 7; `reg` counts eax, ebx, ecx, edx.
-bool has_bit(unsigned subleaf, int reg, int bit) {
-  unsigned regs[4];
-  return __get_cpuid_count(7, subleaf, &regs[0], &regs[1], &regs[2], &regs[3]) &&
-         (regs[reg] >> bit & 1);
-}
-bool has_avx512_bf16() { return has_avx512() && has_bit(1, 0, 5) && has_bit(0, 2, 11); }
-bool has_avx2_vnni() { return has_avx2() && has_bit(1, 0, 4); }
-
-// AMX: tiles, bf16, int8, and the kernel's leave to use their registers, which a process asks for.
-bool has_amx() {
-#if defined(__linux__)
-  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-  return has_avx512_bf16() && has_bit(0, 3, 24) && has_bit(0, 3, 22) && has_bit(0, 3, 25) &&
-         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-bool runs_here(const Isa& isa) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (!strcmp(isa.name, "amx")) return has_amx();
-  if (!strcmp(isa.name, "avx512_bf16")) return has_avx512_bf16();
-  if (!strcmp(isa.name, "avx512")) return has_avx512();
-  if (!strcmp(isa.name, "avx2_vnni")) return has_avx2_vnni();
-  if (!strcmp(isa.name, "avx2")) return has_avx2();
-#endif
-  return true;
-}
-
-const Isa* chosen = nullptr;
-const KernelTable* active = nullptr;  // the chosen one's
-
-void choose(const Isa& isa) {
-  chosen = &isa;
-  active = isa.kernels;
-}
-
 PyObject* isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
-  for (const Isa& isa : ISAS) {
-    if (!names || !runs_here(isa)) continue;
-    PyObject* name = PyUnicode_FromString(isa.name);
+  for (const Isa* isa = built(); names && isa->name; ++isa) {
+    if (!runs_here(*isa)) continue;
+    PyObject* name = PyUnicode_FromString(isa->name);
     if (!name || PyList_Append(names, name)) Py_CLEAR(names);
     Py_XDECREF(name);
   }
   return names;
 }
 
-PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(chosen->name); }
+PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(in_force().name); }
 
 // True if the name is one of isas(), and now in force.
 PyObject* select_isa(PyObject*, PyObject* wanted) {
   const char* name = PyUnicode_AsUTF8(wanted);
-  if (!name) return nullptr;
-  for (const Isa& isa : ISAS) {
-    if (!strcmp(isa.name, name) && runs_here(isa)) {
-      choose(isa);
-      Py_RETURN_TRUE;
-    }
-  }
-  Py_RETURN_FALSE;
+  return name ? PyBool_FromLong(put_in_force(name)) : nullptr;
 }
 
 // --- arguments -----------------------------------------------------------------------------------
@@ -281,7 +182,7 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.dtype = given.small();
   a.threads = given.small();
   if (given.are_wrong()) return nullptr;
-  return run_released([&] { active->rms_norm(a); });
+  return run_released([&] { in_force().kernels->rms_norm(a); });
 }
 
 PyObject* silu_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -295,7 +196,7 @@ PyObject* silu_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.dtype = given.small();
   a.threads = given.small();
   if (given.are_wrong()) return nullptr;
-  return run_released([&] { active->silu_mul(a); });
+  return run_released([&] { in_force().kernels->silu_mul(a); });
 }
 
 PyObject* rope_tables(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -311,7 +212,7 @@ PyObject* rope_tables(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.dtype = given.small();
   a.threads = given.small();
   if (given.are_wrong()) return nullptr;
-  return run_released([&] { active->rope_tables(a); });
+  return run_released([&] { in_force().kernels->rope_tables(a); });
 }
 
 PyObject* rope(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -339,7 +240,7 @@ PyObject* rope(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (a.pool.data) {
     if (PyObject* refusal = bad_slot(a.slots, a.tokens, a.pool)) return refusal;
   }
-  return run_released([&] { active->rope(a); });
+  return run_released([&] { in_force().kernels->rope(a); });
 }
 
 PyObject* move_blocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -362,7 +263,7 @@ PyObject* move_blocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
       }
     }
   }
-  return run_released([&] { active->move_blocks(a); });
+  return run_released([&] { in_force().kernels->move_blocks(a); });
 }
 
 PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -389,9 +290,9 @@ PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) 
   a.threads = given.small();
   if (given.are_wrong()) return nullptr;
   if (PyObject* refusal = bad_sequence(a, tokens)) return refusal;
-  a.workspace = workspace.of(active->attention_workspace(a));
+  a.workspace = workspace.of(in_force().kernels->attention_workspace(a));
   if (!a.workspace) return PyErr_NoMemory();
-  return run_released([&] { active->attention(a); });
+  return run_released([&] { in_force().kernels->attention(a); });
 }
 
 PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -408,7 +309,7 @@ PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.dtype = given.small();
   a.threads = given.small();
   if (given.are_wrong()) return nullptr;
-  return run_released([&] { chosen->linears->pack(a); });
+  return run_released([&] { in_force().linears->pack(a); });
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -430,9 +331,9 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.out_dtype = given.small();
   a.threads = given.small();
   if (given.are_wrong()) return nullptr;
-  a.workspace = workspace.of(chosen->linears->workspace(a));
+  a.workspace = workspace.of(in_force().linears->workspace(a));
   if (!a.workspace) return PyErr_NoMemory();
-  return run_released([&] { chosen->linears->linear(a); });
+  return run_released([&] { in_force().linears->linear(a); });
 }
 
 #define KVFERRY_FAST(name) \
@@ -459,8 +360,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, -1, method
 }  // namespace
 
 PyMODINIT_FUNC PyInit__kernels() {
-  for (const Isa& isa : ISAS) {
-    if (!chosen && runs_here(isa)) choose(isa);
+  if (!put_in_force(nullptr)) {
+    PyErr_SetString(PyExc_ImportError, "no instruction set of this processor was built");
+    return nullptr;
   }
   PyObject* module = PyModule_Create(&definition);
   if (module && PyModule_AddStringConstant(module, "SOURCES", KVFERRY_SOURCES)) Py_CLEAR(module);

@@ -137,8 +137,10 @@ inline void give_rows(const Attention& a, const PrefillItem& item, const Prefill
 }
 
 // One tile of keys, from position `at`, for one block of rows from `row`.
+template <class T>
 inline void attend_block(const Attention& a, const PrefillItem& item, PrefillScratch& s,
-                         int64_t row, int64_t at, int64_t count, int64_t first_position) {
+                         const TileScales<T, KEYS>& scales, int64_t row, int64_t at, int64_t count,
+                         int64_t first_position) {
   int64_t group = a.heads / a.kv_heads, dim = padded_dim(a), rows = item.count * group;
   // the keys of the tile that query `r / group` sees
   auto last_of = [&](int64_t r) { return smaller(count, first_position + r / group + 1 - at); };
@@ -151,8 +153,10 @@ inline void attend_block(const Attention& a, const PrefillItem& item, PrefillScr
   multiply<false>(s.q + row * dim, dim, s.keys, KEYS, scores, KEYS, a.dim, round_up(width, W));
   for (int64_t r = row; r < end; ++r) {
     int first = int(smaller(first_of(r), count)), last = int(larger(0, last_of(r)));
+    scales.scale_scores(s.scores + r * KEYS, int(width));
     float factor = weigh(s.scores + r * KEYS, first, last, int(width), a.soft_cap, s.maximum[r],
                          s.total[r]);
+    scales.scale_weights(s.scores + r * KEYS, int(width));
     if (factor != 1.0f) scale_row(s.out + r * dim, dim, factor);
   }
   multiply<true>(scores, KEYS, s.values, dim, s.out + row * dim, dim, width, dim);
@@ -179,10 +183,12 @@ void prefill_item(const Attention& a, const PrefillItem& item, float* base) {
   for (int64_t at = begin; at < end; at += KEYS) {
     TileRows<T> tile;
     find_rows(a, item.seq, item.kv_head, at, smaller(at + KEYS, end), tile);
+    TileScales<T, KEYS> scales;
+    scales.take(a, item.seq, item.kv_head, at, at + tile.count);
     transpose_keys(tile, a.dim, s.keys);
     widen_rows(tile.k, a.pool.plane_stride, tile.count, a.dim, s.values);
     for (int64_t row = 0; row < rows; row += BLOCK) {
-      attend_block(a, item, s, row, at, tile.count, first_position);
+      attend_block(a, item, s, scales, row, at, tile.count, first_position);
     }
   }
   if (a.dtype == BF16) {

@@ -1,6 +1,7 @@
 // Where the rows of keys and values lie, and the fetching of them ahead of their use.
 #pragma once
 
+#include "int8_pool.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -66,10 +67,12 @@ class Ahead {
  private:
   void find_run() {
     const T* run = static_cast<const T*>(a_.pool.data) + *block_ * a_.pool.block_stride +
-                   plane_ * a_.pool.plane_stride + (first_head_ + head_) * a_.pool.head_stride +
-                   slot_ * a_.dim;
-    at_ = reinterpret_cast<const char*>(run);
+                   plane_ * a_.pool.plane_stride + (first_head_ + head_) * a_.pool.head_stride;
+    at_ = reinterpret_cast<const char*>(run + slot_ * a_.dim);
     end_ = at_ + here_ * row_bytes_;
+    if constexpr (HAS_SCALES<T>) {
+      end_ = reinterpret_cast<const char*>(run) + scale_offset(a_.pool, a_.dim, slot_ + here_);
+    }
   }
 
   void next_run() {

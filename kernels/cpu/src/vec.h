@@ -9,8 +9,11 @@
 #include <cstring>
 #include <utility>
 
+// half precision and int8 have no other way to the instruction
 #if defined(__F16C__)
-#include <immintrin.h>  // half precision has no other way to the instruction
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef KVFERRY_ISA
@@ -40,6 +43,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int8_t vb __attribute__((vector_size(W)));
 typedef double vd __attribute__((vector_size(8 * W)));
 typedef int64_t vl __attribute__((vector_size(8 * W)));
 
@@ -120,12 +124,37 @@ KVFERRY_INLINE vf load(const f16* from) {
   return _mm512_maskz_cvtph_ps(0xffff, load_raw<__m256i>(from));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(load_raw<__m128i>(from));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(load_raw<float16x4_t>(from));
 #else
   vu half = __builtin_convertvector(load_raw<vh>(from), vu);
   vu magnitude = (half & 0x7fff) << 13;
   vu wide = bits_as<vu>(bits_as<vf>(magnitude) * 0x1p112f);
   wide |= bits_as<vu>(magnitude >= 0x0f800000) & 0x7f800000;
   return bits_as<vf>(wide | (half & 0x8000) << 16);
+#endif
+}
+KVFERRY_INLINE vf load(const int8_t* from) {
+#if defined(__AVX512F__)
+  vi wide = bits_as<vi>(_mm512_maskz_cvtepi8_epi32(0xffff, load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+  vi wide = bits_as<vi>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(from))));
+#else
+  vi wide = __builtin_convertvector(load_raw<vb>(from), vi);
+#endif
+  return __builtin_convertvector(wide, vf);
+}
+
+// Integers of -128 to 127 as bytes.
+KVFERRY_INLINE vb to_bytes(vi v) {
+#if defined(__AVX512F__)
+  return bits_as<vb>(_mm512_maskz_cvtepi32_epi8(0xffff, bits_as<__m512i>(v)));
+#elif defined(__AVX2__)
+  __m256i wide = bits_as<__m256i>(v);
+  __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  return bits_as<vb>(_mm_cvtsi128_si64(_mm_packs_epi16(half, half)));
+#else
+  return __builtin_convertvector(v, vb);
 #endif
 }
 
@@ -143,6 +172,9 @@ KVFERRY_INLINE void store(f16* to, vf v) {
   memcpy(to, &narrowed, sizeof narrowed);
 #elif defined(__F16C__)
   __m128i narrowed = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+  memcpy(to, &narrowed, sizeof narrowed);
+#elif defined(__aarch64__)
+  float16x4_t narrowed = vcvt_f16_f32(v);
   memcpy(to, &narrowed, sizeof narrowed);
 #else
   for (int i = 0; i < W; ++i) narrow(v[i], to + i);

@@ -1,0 +1,1 @@
+"""Measurements beside other projects. Part of the repository, not of the package."""
