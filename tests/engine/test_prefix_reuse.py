@@ -250,8 +250,10 @@ def test_whatever_comes_is_exact_and_accounted_for(
             number, visit = pending.pop(0)
             bench.submit(visit.spec(str(number)), visit.prefill_only)
         for number, visit in enumerate(visits):
-            name, due = str(number), visit.ends_after is not None
-            if due and name in bench.sequences and bench.num_steps == visit.step + visit.ends_after:
+            name, ends_after = str(number), visit.ends_after
+            if ends_after is None or name not in bench.sequences:
+                continue
+            if bench.num_steps == visit.step + ends_after:
                 bench.engine.remove(bench.sequences[name])
                 removed.append(name)
         bench.step()

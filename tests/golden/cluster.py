@@ -22,6 +22,7 @@ from kvferry.engine.models.loading import kv_layout
 from kvferry.engine.request import RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.memory import SharedPoolMemory, allocate_shared
 from kvferry.worker.connectors import make_connector
 from kvferry.worker.messages import NodeRef
@@ -89,7 +90,7 @@ class RealCluster(SimCluster):
                 self.scheduler.max_num_seqs,
             )
         )
-        pool = BlockPool(num_blocks, memory.raise_generation)
+        pool = BlockPool(num_blocks, memory.raise_generation, PrefixIndex())
         engine = Engine(self.scheduler, runner, pool, self.block_size, "golden", self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 

@@ -20,6 +20,7 @@ from kvferry.engine.request import RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.audit import BlockClass
 from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.local import LocalConnector, LocalFabric
 from kvferry.kv_transfer.memory import allocate_private
 from kvferry.prefill_worker.role import PrefillRole
@@ -142,7 +143,7 @@ class SimCluster:
             blocks_per_poll=self.blocks_per_poll,
         )
         runner = StubRunner(memory.blocks, self.block_size)
-        pool = BlockPool(num_blocks, memory.raise_generation)
+        pool = BlockPool(num_blocks, memory.raise_generation, PrefixIndex())
         engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 
@@ -266,7 +267,8 @@ class SimCluster:
                 continue
             audit = sim.worker.audit(self.clock.now)
             found.extend(f"{sim.ref.node_id}: {problem}" for problem in audit.problems)
-            if audit.counts[BlockClass.FREE] != sim.worker.engine.pool.num_blocks:
+            free = audit.counts[BlockClass.FREE] + audit.counts[BlockClass.CACHED]
+            if free != sim.worker.engine.pool.num_blocks:
                 found.append(f"{sim.ref.node_id}: {audit.counts}")
             if sim.prefill is not None and (sim.prefill.jobs or len(sim.prefill.leases)):
                 found.append(f"{sim.ref.node_id}: jobs {list(sim.prefill.jobs)}")
