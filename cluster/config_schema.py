@@ -120,7 +120,7 @@ class SchedulerConfig(_Section):
     """
 
     max_num_seqs: Count = 32
-    max_num_batched_tokens: Count = 512
+    max_num_batched_tokens: Count = 288
     chunk_tokens: Count = 256
     policy: Literal["fcfs"] = "fcfs"
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01

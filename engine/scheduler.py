@@ -39,7 +39,7 @@ class SchedulerConfig:
     """Budgets of one step. ``watermark`` is a share of the pool, 0 to 1."""
 
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 288
     chunk_tokens: int = 256
     watermark: float = 0.01
 

@@ -98,7 +98,8 @@ class Server:
 
     def family(self) -> list[psutil.Process]:
         """The process, what it started and so on, and whoever is in its group."""
-        found = set(_descendants(self._process.pid))
+        # Once it has ended its number may be another's.
+        found = set(_descendants(self._process.pid)) if self._process.poll() is None else set()
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError):
                 if os.getpgid(process.pid) == self._process.pid:

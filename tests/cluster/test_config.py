@@ -42,7 +42,7 @@ def test_defaults_are_the_documented_ones() -> None:
     config = load_config()
     assert config.cache.block_size == 16
     assert config.scheduler.max_num_seqs == 32
-    assert config.scheduler.max_num_batched_tokens == 512
+    assert config.scheduler.max_num_batched_tokens == 288
     assert config.scheduler.chunk_tokens == 256
     assert config.scheduler.watermark == 0.01
     assert (config.transfer.list_period, config.transfer.stall_limit) == (1.0, 30.0)
@@ -155,7 +155,7 @@ def test_wrong_value_is_named_with_its_key(key: str, value: object) -> None:
     [
         ({"cache.num_blocks": 8, "cache.memory": "1GiB"}, "cache.memory"),
         ({"scheduler.max_num_batched_tokens": 16, "scheduler.chunk_tokens": 8}, "max_num_seqs"),
-        ({"scheduler.chunk_tokens": 513}, "scheduler.max_num_batched_tokens = 512"),
+        ({"scheduler.chunk_tokens": 289}, "scheduler.max_num_batched_tokens = 288"),
         ({"router.heartbeat_timeout": "900ms"}, "transfer.heartbeat = 0.5 s"),
         ({"transfer.stall_limit": "1s"}, "transfer.list_period = 1 s"),
         ({"debug.kernels": "reference", "debug.isa": "avx2"}, "debug.isa: got avx2"),

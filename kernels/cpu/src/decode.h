@@ -16,7 +16,7 @@ namespace kvferry {
 namespace KVFERRY_ISA {
 
 constexpr int64_t TOKENS_PER_SPLIT = 512;
-constexpr int64_t TILE_BYTES = 512 << 10;             // of keys and values, at most
+constexpr int64_t TILE_BYTES = 128 << 10;             // of keys and values, at most
 constexpr int ROWS = MANY_REGISTERS ? 4 : 2;          // tokens whose scores are summed at once
 constexpr int HEADS = 4;                              // query heads at once
 constexpr int COLUMNS = MANY_REGISTERS ? 4 : 2;       // vectors of the output at once

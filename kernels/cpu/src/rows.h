@@ -8,7 +8,7 @@
 namespace kvferry {
 namespace KVFERRY_ISA {
 
-constexpr int TILE = 128;  // tokens
+constexpr int TILE = 64;  // tokens
 constexpr int64_t LINE_BYTES = 64;
 
 // The rows of a tile of keys.
