@@ -22,7 +22,6 @@ from kvferry.engine.models.loading import kv_layout
 from kvferry.engine.request import RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
-from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.memory import SharedPoolMemory, allocate_shared
 from kvferry.worker.connectors import make_connector
 from kvferry.worker.messages import NodeRef
@@ -60,6 +59,7 @@ class RealCluster(SimCluster):
     decode_blocks: int = 96
     blocks_per_poll: int = 4
     connector: str = "shm"
+    caching: bool = False
     times: WorkerTimes = field(default_factory=lambda: WorkerTimes(read_timeout=1e9))
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(8, 64, 32, watermark=0.0)
@@ -90,7 +90,7 @@ class RealCluster(SimCluster):
                 self.scheduler.max_num_seqs,
             )
         )
-        pool = BlockPool(num_blocks, memory.raise_generation, PrefixIndex())
+        pool = BlockPool(num_blocks, memory.raise_generation, self.index())
         engine = Engine(self.scheduler, runner, pool, self.block_size, "golden", self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 

@@ -177,6 +177,35 @@ def test_tokens_equal_the_reference_under_preemption_in_a_small_decode_pool(
     cluster.close()
 
 
+@pytest.mark.parametrize("kept", ["both", "prefill", "decode", "neither"])
+def test_tokens_equal_the_reference_with_the_prompt_cached(
+    model_of_family: LlamaModel,
+    prompts: dict[str, list[int]],
+    golden: dict[str, list[int]],
+    kept: str,
+) -> None:
+    """Hits at none, part and all of a prompt, in the pools named, beside a run of misses."""
+    short = {name: ids for name, ids in prompts.items() if len(ids) <= 90}
+    cluster = RealCluster(model=model_of_family, caching=True)
+    run_all(cluster, {"three chunks": prompts["three chunks"]})  # three prompts begin with it
+    for side in ("prefill", "decode"):
+        if kept not in ("both", side):
+            cluster.named(side).worker.engine.pool.clear_cache()
+    requests = run_all(cluster, {f"{name} again": ids for name, ids in short.items()})
+    wanted = {f"{name} again": golden[name] for name in short}
+    assert outputs(cluster) == wanted | {"three chunks": golden["three chunks"]}
+    cached = {name: request.num_cached_tokens for name, request in requests.items()}
+    # Decode computes less than a block; prefill knows the last, partial block; with no cache two
+    # others compute the first block meanwhile.
+    where_it_is = {"both": 80, "decode": 80, "prefill": 89, "neither": 16}
+    assert cached["three chunks again"] == where_it_is[kept]
+    assert cached["one token again"] == 0
+    prefilled = requests["three chunks again"].prefill_worker
+    assert prefilled.startswith("decode" if kept in ("both", "decode") else "prefill")
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+    cluster.close()
+
+
 @pytest.mark.parametrize("name", ["block + 1", "three chunks"])
 def test_every_moved_block_equals_its_source_and_a_colocated_control(
     model: LlamaModel, prompts: dict[str, list[int]], name: str

@@ -77,6 +77,7 @@ class SimCluster:
     router_config: RouterConfig = field(default_factory=RouterConfig)
     times: WorkerTimes = field(default_factory=WorkerTimes)
     audit_every_step: bool = True
+    caching: bool = True
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
@@ -143,9 +144,13 @@ class SimCluster:
             blocks_per_poll=self.blocks_per_poll,
         )
         runner = StubRunner(memory.blocks, self.block_size)
-        pool = BlockPool(num_blocks, memory.raise_generation, PrefixIndex())
+        pool = BlockPool(num_blocks, memory.raise_generation, self.index())
         engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
+
+    def index(self) -> PrefixIndex | None:
+        """What a worker's pool finds prefixes with."""
+        return PrefixIndex() if self.caching else None
 
     def _member(self, sim: SimWorker) -> Member:
         roles = tuple(role.role for role in sim.worker.roles)
