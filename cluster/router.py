@@ -35,14 +35,7 @@ from kvferry.cluster.waiting_line import WaitingLine
 from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.worker import messages as m
-from kvferry.worker.messages import (
-    Envelope,
-    FailureCause,
-    Leg,
-    Member,
-    NodeRef,
-    ReserveOutcome,
-)
+from kvferry.worker.messages import Envelope, FailureCause, Leg, Member, NodeRef, ReserveOutcome
 from kvferry.worker.validity import fault
 
 logger = logging.getLogger(__name__)
@@ -205,22 +198,23 @@ class Router:
         request = self._current(sender, reply.request_id, reply.attempt, Leg.DECODE)
         if request is None:
             return
-        if reply.outcome is ReserveOutcome.FULL:
-            self._is_full(request)
-        elif reply.outcome is ReserveOutcome.COMPUTING:
-            self._computes(request, now)
+        self._answered(request, reply.outcome, reply.missing_from, now)
+
+    def _answered(
+        self, request: RoutedRequest, outcome: ReserveOutcome, missing_from: int, now: float
+    ) -> None:
+        """The decode worker has said what becomes of the reservation, perhaps once more."""
+        if request.state is not RequestState.RESERVING or request.decode is None:
+            return
+        worker = request.decode.worker
+        if outcome is ReserveOutcome.FULL:
+            self._legs.wait_for_blocks(request, worker)
+            return
+        if outcome is ReserveOutcome.COMPUTING:
+            self._legs.computes_rest(request, worker)
+            request.dispatched_at = request.dispatched_at or now
         else:
-            self._granted(request, reply.missing_from, now)
-
-    def _is_full(self, request: RoutedRequest) -> None:
-        if request.state is not RequestState.RESERVING or request.decode is None:
-            return
-        self._legs.wait_for_blocks(request, request.decode.worker)
-
-    def _granted(self, request: RoutedRequest, missing_from: int, now: float) -> None:
-        if request.state is not RequestState.RESERVING or request.decode is None:
-            return
-        self._legs.granted(request, request.decode.worker)
+            self._legs.granted(request, worker)
         if request.prefill_here:
             request.state = RequestState.PREFILLING
             return
@@ -233,14 +227,6 @@ class Router:
         request.state = RequestState.PREFILLING
         request.dispatched_at = request.dispatched_at or now
         self._legs.prefill(request, request.decode, target, missing_from)
-
-    def _computes(self, request: RoutedRequest, now: float) -> None:
-        """The decode worker holds so much of the prompt that it computes the rest."""
-        if request.state is not RequestState.RESERVING or request.decode is None:
-            return
-        self._legs.computes_rest(request, request.decode.worker)
-        request.dispatched_at = request.dispatched_at or now
-        request.state = RequestState.PREFILLING
 
     def _prefill_done(self, sender: NodeRef, done: m.PrefillDone, now: float) -> None:
         overtaken = self.requests.get(done.request_id)
@@ -324,11 +310,11 @@ class Router:
         for item in found.unwanted:
             self._legs.send(record.ref, m.CancelLeg(item.request_id, item.attempt, item.leg))
         for request in found.full:
-            self._is_full(request)
+            self._answered(request, ReserveOutcome.FULL, 0, now)
         for request, missing_from in found.granted:
-            self._granted(request, missing_from, now)
+            self._answered(request, ReserveOutcome.GRANTED, missing_from, now)
         for request in found.computing:
-            self._computes(request, now)
+            self._answered(request, ReserveOutcome.COMPUTING, 0, now)
         for request in found.unstarted:
             self._legs.hand_off(request)
         for ticket in found.lost:
