@@ -317,7 +317,9 @@ def test_status_names_the_processes_that_serve(served: Served, client: Client) -
     def idle(status: pb.StatusResponse) -> bool:
         busy = any(w.num_running or w.num_waiting for w in status.workers)
         # A report may be of the moment between the last token and the end of a lease.
-        return not busy and all(w.kv.num_free == w.kv.num_total for w in status.workers)
+        return not busy and all(
+            w.kv.num_free + w.kv.num_cached == w.kv.num_total for w in status.workers
+        )
 
     status = eventually("the workers are idle", client.status, idle)
     assert status.ready and not status.not_ready_reasons
