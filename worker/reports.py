@@ -106,7 +106,7 @@ class OwnerReport:
     """One owner of one block, as ``kv_cache.audit`` found it."""
 
     kind: str
-    request_id: str
+    request_id: str | None
     attempt: int
     peer: str
     lease_remaining_s: float | None

@@ -260,7 +260,11 @@ class Worker:
                     block.block_hash,
                     tuple(
                         m.OwnerReport(
-                            o.kind.value, o.request_id, o.attempt, o.peer, o.lease_remaining_s
+                            o.kind.value,
+                            o.request_id or None,
+                            o.attempt,
+                            o.peer,
+                            o.lease_remaining_s,
                         )
                         for o in block.owners
                     ),
