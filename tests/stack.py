@@ -346,7 +346,8 @@ class Stack:
         def is_quiet() -> bool:
             if self.on_loop(lambda: bool(self.router.requests)):
                 return False
-            held = [sum(n for name, n in r.counts if name != "free") for r in self.audits()]
+            loose = ("free", "cached")
+            held = [sum(n for name, n in r.counts if name not in loose) for r in self.audits()]
             return not any(held)
 
         eventually("everything is given back", is_quiet)
