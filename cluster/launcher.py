@@ -128,7 +128,7 @@ class Cluster:
         while reasons := get(self._router.not_ready_reasons.remote()):
             if time.monotonic() > deadline:
                 raise NotReady(f"not ready after {READY_TIMEOUT_S:g} s: {'; '.join(reasons)}")
-            time.sleep(READY_POLL_S)
+            time.sleep(READY_POLL_S)  # the router tells when it is asked only
 
     def _new_router(self) -> Any:
         ref = NodeRef(ROUTER_NAME, next_epoch())

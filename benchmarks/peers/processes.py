@@ -89,7 +89,7 @@ class Server:
                 raise ServerFailed(
                     f"{self.launch.name} was not ready within {within_s:g} s:\n{self.tail()}"
                 )
-            time.sleep(POLL_S)
+            time.sleep(POLL_S)  # a server says nothing when it becomes ready: it is asked
 
     def tail(self) -> str:
         """The last lines of its output."""

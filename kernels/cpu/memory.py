@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Hands out uninitialised bytes that live as long as anything looks at their stretch."""
+    """Hands out zeroed bytes that live as long as anything looks at their stretch."""
 
     def __init__(self, stretch_bytes: int = STRETCH_BYTES) -> None:
         self._stretch_bytes = stretch_bytes

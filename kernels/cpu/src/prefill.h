@@ -17,6 +17,7 @@ constexpr int BLOCK = 6;                                    // rows in registers
 constexpr int COLUMN_VECTORS = MANY_REGISTERS ? 4 : 2;      // vectors beside them
 constexpr int64_t ROWS_PER_TILE = 96;
 constexpr int KEYS = 64;                                    // keys per tile
+static_assert(KEYS <= TILE, "a tile of keys fits the rows that are found for it");
 
 struct PrefillItem {
   int64_t seq, kv_head, first, count;  // queries of the sequence
