@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cluster.routed_request import RoutedRequest, Ticket
 from kvferry.engine.request import RequestId
-from kvferry.worker.messages import HeldItem, Leg, LegState, NodeRef, WantedItem
+from kvferry.worker.messages import HeldItem, Leg, LegState, NodeRef, Received, WantedItem
 
 
 @dataclass(slots=True)
@@ -76,9 +76,14 @@ def compare(
 
 
 def wanted_on(worker: NodeRef, requests: Iterable[RoutedRequest]) -> tuple[WantedItem, ...]:
-    """Everything that is wanted of a worker, with how far each stream has come."""
+    """Everything that is wanted of a worker, with how far each branch has come."""
     return tuple(
-        WantedItem(request.request_id, request.attempt, leg, len(request.delivered))
+        WantedItem(
+            request.request_id,
+            request.attempt,
+            leg,
+            tuple(Received(branch.number, len(branch.delivered)) for branch in request.live),
+        )
         for request, leg, _ in _placed(worker, requests)
     )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.decode_worker.branching import num_tails
+from kvferry.engine.request import RequestSpec
 from kvferry.kv_cache.block_table import BlockTable, KVCacheManager, Prefix
 from kvferry.kv_cache.hashing import HashChain
 from kvferry.worker.messages import Reserve
@@ -23,12 +25,14 @@ class Reservation:
         prefix: its whole blocks that are here.
         num_computed: leading positions that need neither computing nor moving.
         computes: this worker computes the others.
+        num_tails: blocks for branches' own copies of a partial last block.
     """
 
     num_tokens: int
     prefix: Prefix
     num_computed: int
     computes: bool
+    num_tails: int
 
 
 def reservation(
@@ -47,13 +51,29 @@ def reservation(
     return found if fits else None
 
 
-def take(kv: KVCacheManager, found: Reservation) -> tuple[BlockTable, list[tuple[int, int]]]:
-    """A table with the reservation's blocks, and the copies to make before it is written."""
+def never_fits(kv: KVCacheManager, spec: RequestSpec) -> str:
+    """Why no pool of this size ever holds the request; empty if it does.
+
+    Branches beyond the first can wait for it; all of them at once hold the prompt.
+    """
+    most = min(len(spec.prompt_token_ids) + spec.sampling.max_tokens - 1, spec.max_model_len)
+    tails = num_tails(spec, kv.block_size, computes=True)
+    needed = max(kv.blocks_for(most), kv.blocks_for(len(spec.kv_prompt())) + tails)
+    if needed <= kv.pool.num_blocks:
+        return ""
+    branches = f" in {spec.num_branches} branches" if spec.num_branches > 1 else ""
+    return f"{most} positions{branches} need {needed} blocks, this worker has {kv.pool.num_blocks}"
+
+
+def take(
+    kv: KVCacheManager, found: Reservation
+) -> tuple[BlockTable, list[tuple[int, int]], list[int]]:
+    """A table with the reservation's blocks, the copies to make before it is written, and tails."""
     table = BlockTable(kv.block_size)
     kv.adopt(table, found.prefix)
     copies = kv.allocate(table, found.num_computed, found.num_tokens)
     assert copies is not None, "what was found to fit does not"
-    return table, copies
+    return table, copies, kv.pool.allocate(found.num_tails)
 
 
 def _whole_blocks(kv: KVCacheManager, prefix: Prefix) -> Prefix:
@@ -65,9 +85,11 @@ def _with(kv: KVCacheManager, prefix: Prefix, num_tokens: int, request: Reserve)
     short = bool(prefix.block_ids) and num_tokens - prefix.num_tokens < kv.block_size
     computes = request.prefill_here or short
     computed = min(prefix.num_tokens, num_tokens - 1)
-    return Reservation(num_tokens, prefix, computed, computes)
+    tails = num_tails(request.spec, kv.block_size, computes=computes)
+    return Reservation(num_tokens, prefix, computed, computes, tails)
 
 
 def _lacks(kv: KVCacheManager, found: Reservation) -> int:
     copies = found.num_computed < found.prefix.num_tokens
-    return kv.blocks_for(found.num_tokens) - len(found.prefix.block_ids) + copies
+    lacks = kv.blocks_for(found.num_tokens) - len(found.prefix.block_ids) + copies
+    return lacks + found.num_tails

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput
+from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput, SchedulerOutput
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from kvferry.engine.sequence import (
@@ -71,6 +71,7 @@ class Engine:
         num_computed_tokens: int = 0,
         num_cached_tokens: int = 0,
         copies: Sequence[tuple[int, int]] = (),
+        branches: tuple[int, ...] | None = None,
         prefill_only: bool = False,
     ) -> SequenceState:
         """Make a sequence and hand it to the scheduler.
@@ -85,16 +86,20 @@ class Engine:
             num_computed_tokens: positions that ``table`` holds.
             num_cached_tokens: prompt positions of these that nobody computed for this request.
             copies: block copies to make before its first step.
+            branches: whom it samples for; None: all of the request's.
             prefill_only: end when the first token is sampled.
         """
         prompt = spec.kv_prompt()
+        branches = branches if branches is not None else spec.branches
+        assert len(branches) == 1 or prefill_only, "one sequence goes on for one branch only"
         sequence = SequenceState(
-            key=SequenceKey(spec.request_id, attempt),
+            key=SequenceKey(spec.request_id, attempt, branches[0]),
             spec=spec,
             owner=owner,
             table=table if table is not None else BlockTable(self.block_size),
             hashes=hashes if hashes is not None else self.hash_chain(spec),
             token_ids=[*prompt, *output_token_ids],
+            branches=branches,
             prefill_only=prefill_only,
             num_kv_prompt=len(prompt),
             num_computed_tokens=num_computed_tokens,
@@ -103,6 +108,17 @@ class Engine:
         )
         self.scheduler.add(sequence)
         return sequence
+
+    def fork(self, table: BlockTable, num_tokens: int, tail: int | None) -> BlockTable:
+        """A second table with the KV of the first ``num_tokens`` positions of ``table``.
+
+        It shares the full blocks; the last, partial one is copied into ``tail``, a block that
+        the caller holds, at once.
+        """
+        forked, copies = self.kv.fork(table, num_tokens, tail)
+        if copies:
+            self._runner.execute(SchedulerOutput((), tuple(copies)))
+        return forked
 
     def hash_chain(self, spec: RequestSpec) -> HashChain:
         """The request's hash chain, rooted in this engine's model and the request's salt."""

@@ -172,8 +172,11 @@ class Scheduler:
             if sequence.computing and token_id is not None:
                 self._reuse.stop(sequence)
             logprobs = result.logprobs[place] if result.logprobs else None
+            further = result.further[place] if result.further else ()
             progress.append(
-                SequenceProgress(sequence, count, token_id, finish, tuple(sealed), logprobs)
+                SequenceProgress(
+                    sequence, count, token_id, finish, tuple(sealed), logprobs, further
+                )
             )
         return progress
 
@@ -288,7 +291,7 @@ def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
         block_table=sequence.table.block_ids,
         sample=start + count == len(sequence.token_ids),
         sampling=sampling,
-        branch=sequence.key.branch,
+        branches=sequence.branches,
         output_index=sequence.num_output_tokens,
         known_token_ids=sequence.token_ids if sampling.looks_back else (),
         eos_token_ids=sequence.spec.eos_token_ids,

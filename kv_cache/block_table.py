@@ -119,6 +119,29 @@ class KVCacheManager:
         table.block_ids = list(prefix.block_ids)
         table.num_sealed = len(prefix.block_ids)
 
+    def fork(
+        self, table: BlockTable, num_tokens: int, tail: int | None
+    ) -> tuple[BlockTable, list[tuple[int, int]]]:
+        """A second table with the first ``num_tokens`` positions of a table, all of them sealed.
+
+        Full blocks are shared. Where the last block is partial, ``tail``, an open block that the
+        caller has allocated, takes its place and its reference passes to the new table.
+
+        Returns:
+            the table, and the (source, target) copies to make before either is written.
+        """
+        whole, partial = divmod(num_tokens, self.block_size)
+        assert table.num_sealed >= whole + bool(partial), "what is forked is still written"
+        assert (tail is not None) == bool(partial), "a tail is for a partial block"
+        for block_id in table.block_ids[:whole]:
+            self.pool.share(block_id)
+        forked = BlockTable(self.block_size, table.block_ids[:whole], whole)
+        if tail is None:
+            return forked, []
+        forked.block_ids.append(tail)
+        self.num_copies += 1
+        return forked, [(table.block_ids[whole], tail)]
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.block_size)

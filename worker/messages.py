@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
@@ -57,11 +58,12 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelLeg:
-    """Router → worker: this leg is no longer wanted, for whatever reason."""
+    """Router → worker: this leg is no longer wanted, for whatever reason; or one branch of it."""
 
     request_id: RequestId
     attempt: Attempt
     leg: Leg
+    branch: int | None = None
 
 
 # --- prefill worker → router ---------------------------------------------------------------
@@ -83,7 +85,10 @@ class PrefillStats:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """Token 1, one id per branch, with its log-probabilities and the prompt's where wanted."""
+    """Token 1, one id per branch, with its log-probabilities and the prompt's where wanted.
+
+    Of several branches, one that has delivered tokens already takes none: its id says nothing.
+    """
 
     request_id: RequestId
     attempt: Attempt
@@ -152,7 +157,8 @@ class ReserveReply:
 class HandOff:
     """What decode needs beside the blocks. Sampler state is a function of (params, tokens).
 
-    The log-probabilities are passed on with decode's first event, which repeats token 1.
+    Token ids are one per branch, as in ``PrefillDone``. The log-probabilities are passed on with
+    decode's first event, which repeats token 1.
     """
 
     token_ids: tuple[int, ...]
@@ -226,24 +232,35 @@ class TokenEvents:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Router → decode: send this leg's tokens again from an output index (a gap was seen)."""
+    """Router → decode: send a branch's tokens again from an output index (a gap was seen)."""
 
     request_id: RequestId
     attempt: Attempt
     from_index: int
+    branch: int = 0
 
 
 # --- lists between router and worker -------------------------------------------------------
 
 
+class Received(NamedTuple):
+    """How many output tokens of a branch the router has."""
+
+    branch: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class WantedItem:
-    """A leg that the router still wants, and how many output tokens it has received."""
+    """A leg that the router still wants, and what it has received of each branch.
+
+    A branch that is not among them is wanted no longer.
+    """
 
     request_id: RequestId
     attempt: Attempt
     leg: Leg
-    tokens_received: int
+    received: tuple[Received, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +407,8 @@ __all__ = [
     "Body", "CancelLeg", "DecodeStats", "Envelope", "FailureCause", "HandOff",
     "HandOffRecord", "HeldItem", "HeldList", "LeaseEnded", "Leg", "LegFailed", "LegState",
     "LoadReport", "Member", "Membership", "NodeRef", "OwnerReport", "PeerState",
-    "PrefillDone", "PrefillRequest", "PrefillStats", "PullList", "PullRefused", "Replay",
+    "PrefillDone", "PrefillRequest", "PrefillStats", "PullList", "PullRefused", "Received",
+    "Replay",
     "Reserve", "ReserveOutcome", "ReserveReply", "Role", "RouterHeartbeat", "TokenEvent",
     "TokenEvents", "TransferStats", "WantedItem", "WantedList", "WorkerHeartbeat",
 ]
