@@ -23,7 +23,7 @@ from kvferry.engine.batch import (
 )
 from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress
-from kvferry.engine.stopping import Finish
+from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
 STUB_VOCAB = 997
@@ -214,17 +214,30 @@ def stub_spec(
     max_tokens: int,
     suffix: Sequence[int] = (),
     logprobs: int | None = None,
+    num_branches: int = 1,
+    stop_token_ids: Sequence[int] = (),
 ) -> RequestSpec:
     """A greedy request of the stub model; ``logprobs`` of output and prompt."""
     return RequestSpec(
         RequestId(request_id),
         tuple(prompt),
-        (tuple(suffix),),
-        SamplingParams(
+        (tuple(suffix),) * num_branches,
+        branches=tuple(range(num_branches)),
+        sampling=SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=True,
             logprobs=logprobs,
             prompt_logprobs=logprobs,
+            stop_token_ids=tuple(stop_token_ids),
         ),
     )
+
+
+def stub_answer(spec: RequestSpec, branch: int) -> list[int]:
+    """What the stub model answers to a request in one branch, up to its finish."""
+    tokens = stub_output(spec.prompt_token_ids, spec.sampling.max_tokens, branch=branch)
+    for index, token_id in enumerate(tokens):
+        if finish_after(spec, index, token_id) is not None:
+            return tokens[: index + 1]
+    return tokens

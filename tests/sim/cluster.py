@@ -27,7 +27,7 @@ from kvferry.prefill_worker.role import PrefillRole
 from kvferry.worker.codec import decode, encode
 from kvferry.worker.messages import Body, Envelope, LeaseEnded, Member, NodeRef, Role
 from kvferry.worker.worker import Worker, WorkerTimes
-from tests.fakes import FakeClock, RecordingListener, StubRunner, stub_layout, stub_output
+from tests.fakes import FakeClock, RecordingListener, StubRunner, stub_answer, stub_layout
 
 MODEL = "stub@1"
 TICK = 0.05
@@ -184,10 +184,9 @@ class SimCluster:
         self.router.submit(spec, listener, self.clock.now)
         return listener
 
-    def expected(self, request_id: str) -> list[int]:
+    def expected(self, request_id: str, branch: int = 0) -> list[int]:
         """What the stub model answers to a submitted request."""
-        spec = self.specs[request_id]
-        return stub_output(spec.prompt_token_ids, spec.sampling.max_tokens)
+        return stub_answer(self.specs[request_id], branch)
 
     # --- time -------------------------------------------------------------------------------
 
@@ -260,9 +259,22 @@ class SimCluster:
     def assert_exact(self) -> None:
         """Every stream has exactly its tokens and one terminal event."""
         for name, listener in self.listeners.items():
-            assert listener.tokens == self.expected(name), name
             assert len(listener.ends) == 1, name
             assert listener.ends[0].error is None, (name, listener.ends)
+            self.assert_whole(name)
+
+    def assert_whole(self, name: str) -> None:
+        """A stream that has ended well has all tokens and one end of each branch."""
+        listener, branches = self.listeners[name], self.specs[name].branches
+        for branch in branches:
+            assert listener.branches[branch] == self.expected(name, branch), (name, branch)
+        assert {*listener.branch_ends, listener.ends[0].branch} == set(branches)
+        assert len(listener.branch_ends) == len(branches) - 1
+
+    def assert_prefixes(self, name: str) -> None:
+        """What a stream has so far is right."""
+        for branch, tokens in self.listeners[name].branches.items():
+            assert tokens == self.expected(name, branch)[: len(tokens)], (name, branch)
 
     def leftovers(self) -> list[str]:
         """What live workers and the router still hold; empty when clean."""
