@@ -7,6 +7,7 @@ suite. Ours goes through scheduler, paged pool, shared memory and hand-off.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,36 @@ def test_tokens_equal_the_reference_with_the_prompt_cached(
     assert cached["one token again"] == 0
     prefilled = requests["three chunks again"].prefill_worker
     assert prefilled.startswith("decode" if kept in ("both", "decode") else "prefill")
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+    cluster.close()
+
+
+def test_four_greedy_branches_equal_the_reference_and_move_the_bytes_of_one(
+    model_of_family: LlamaModel,
+    prompts: dict[str, list[int]],
+    golden: dict[str, list[int]],
+) -> None:
+    cluster = RealCluster(model=model_of_family, caching=True)
+    name = "three chunks"
+    alone = run_all(cluster, {name: prompts[name]})[name]
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+    for side in ("decode", "prefill"):
+        cluster.named(side).worker.engine.pool.clear_cache()
+    spec = greedy("four", prompts[name])
+    spec = replace(spec, suffixes=((),) * 4, branches=(0, 1, 2, 3))
+    listener = cluster.submit(spec)
+    assert cluster.router is not None
+    request = cluster.router.requests[spec.request_id]
+    cluster.run_until_ended(60)
+    assert listener.branches == dict.fromkeys(range(4), golden[name])
+    moved = [
+        each.decode_stats.transfer.bytes_moved
+        for each in (alone, request)
+        if each.decode_stats is not None and each.decode_stats.transfer is not None
+    ]
+    assert len(moved) == 2 and moved[0] == moved[1]
+    assert request.num_delivered == 4 * len(golden[name])
+    assert request.num_cached_tokens == alone.num_cached_tokens == 0
     assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
     cluster.close()
 

@@ -90,7 +90,6 @@ IMPOSSIBLE: dict[str, Body] = {
     "missing_from: 11": replace(PREFILL, missing_from=11),
     "missing_from: -1": replace(PREFILL, missing_from=-1),
     "token_ids: 0 tokens": replace(DONE, token_ids=()),
-    "token_ids: 0 tokens": replace(DONE, token_ids=()),
     "queue_s: nan": replace(DONE, stats=replace(STATS, queue_s=float("nan"))),
     "num_chunks: -1": replace(DONE, stats=replace(STATS, num_chunks=-1)),
     "token_ids: 65 tokens": replace(ANNOUNCE, hand_off=m.HandOff((1,) * 65, 9)),
