@@ -34,6 +34,7 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     seed: int
+    n: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     include_stop_str_in_output: bool
@@ -175,9 +176,8 @@ class StreamChecker:
             raise self._fault(f"branch {event.branch} finished twice")
         self._finished.add(event.branch)
         self.done = event.is_last
-        received = self._next_index.get(event.branch, self.first_output_index)
-        only_branch = len(self._next_index) <= 1
-        if event.is_last and only_branch and event.usage.completion_tokens != received:
+        received = sum(self._next_index.values()) or self.first_output_index
+        if event.is_last and event.usage.completion_tokens != received:
             raise self._fault(
                 f"got {received} tokens, but usage says {event.usage.completion_tokens}"
             )
@@ -187,9 +187,26 @@ class StreamChecker:
         return StreamError(f"request {self.request_id or 'without id'}: {fault}")
 
 
+@dataclass(slots=True)
+class BranchOutput:
+    """What has come of one branch; ``finish_reason`` is empty before its end."""
+
+    branch: int
+    text: str = ""
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | None = None
+
+    def finish(self, event: pb.Finished) -> None:
+        """It has ended."""
+        self.finish_reason = event.finish_reason
+        self.stop_reason = event.stop_reason if event.HasField("stop_reason") else None
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished request as the client saw it (branch 0).
+    """One finished request as the client saw it; what is one branch's is the first one's.
 
     Attributes:
         request_id: the server's id.
@@ -197,7 +214,8 @@ class Completion:
         text, output_token_ids: what was streamed.
         logprobs: one per output token if they were asked for, else empty.
         prompt_logprobs: of the prompt's tokens but the first, likewise.
-        finished: the terminal event: reason, usage, timing, transfer, workers.
+        branches: every branch's output, the first one's too, by number.
+        finished: the terminal event: usage, timing, transfer, workers.
         ttft_s: client's own time to the first token; None without tokens.
         itl_s: client's own gaps between tokens; one fewer than tokens.
         e2e_s: client's own time to the terminal event.
@@ -213,11 +231,12 @@ class Completion:
     e2e_s: float
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    branches: tuple[BranchOutput, ...] = ()
 
     @property
     def finish_reason(self) -> str:
         """``stop``, ``length``, ``abort`` or ``error``."""
-        return self.finished.finish_reason
+        return self.branches[0].finish_reason if self.branches else self.finished.finish_reason
 
     @property
     def usage(self) -> pb.Usage:
@@ -246,35 +265,50 @@ class Transcript:
     started: float
     prompt_tokens: int | None = None
     prompt_token_ids: tuple[int, ...] = ()
-    output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    branches: dict[int, BranchOutput] = field(default_factory=lambda: {0: BranchOutput(0)})
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    text: str = ""
     finished: pb.Finished | None = None
     token_times: list[float] = field(default_factory=list)
     ended: float = 0.0
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The first branch's tokens."""
+        return self.branches[0].output_token_ids
+
+    @property
+    def logprobs(self) -> list[pb.TokenLogprobs]:
+        """Their log-probabilities."""
+        return self.branches[0].logprobs
+
+    @property
+    def text(self) -> str:
+        """Their text."""
+        return self.branches[0].text
 
     def add(self, event: Event, now: float) -> None:
         """Take in one checked event that arrived at ``now``."""
         if isinstance(event, pb.Accepted):
             self.prompt_tokens = event.prompt_tokens
             self.prompt_token_ids = tuple(event.prompt_token_ids)
-        elif event.branch != 0:
             return
-        elif isinstance(event, pb.Delta):
-            self.output_token_ids.extend(event.token_ids)
+        branch = self.branches.setdefault(event.branch, BranchOutput(event.branch))
+        if isinstance(event, pb.Finished):
+            branch.finish(event)
+            if event.is_last:
+                self.finished, self.ended = event, now
+            return
+        branch.output_token_ids.extend(event.token_ids)
+        branch.logprobs.extend(event.logprobs)
+        branch.text += event.text
+        self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.branch == 0:
             self.token_times.extend([now] * len(event.token_ids))
-            self.logprobs.extend(event.logprobs)
-            self.prompt_logprobs.extend(event.prompt_logprobs)
-            self.text += event.text
-        else:
-            self.finished = event
-            self.ended = now
 
     def completion(self, request_id: str) -> Completion:
-        """The whole request. Raises StreamError if branch 0 has not finished."""
+        """The whole request. Raises StreamError if it has not finished."""
         if self.finished is None:
-            raise StreamError(f"request {request_id}: branch 0 never finished")
+            raise StreamError(f"request {request_id}: it never finished")
         times = self.token_times
         return Completion(
             request_id=request_id,
@@ -283,6 +317,7 @@ class Transcript:
             output_token_ids=tuple(self.output_token_ids),
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
+            branches=tuple(branch for _, branch in sorted(self.branches.items())),
             finished=self.finished,
             ttft_s=times[0] - self.started if times else None,
             itl_s=tuple(b - a for a, b in pairwise(times)),

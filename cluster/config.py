@@ -35,7 +35,7 @@ class ConfigError(KVFerryError):
 _LATER_KEYS = {
     "": ("slo", "tenants"),
     "logging": ("format",),
-    "cache": ("prefix_caching", "prefix_match_unit", "hash_seed", "host_tier"),
+    "cache": ("hash_seed", "host_tier"),
     "prefill": ("resources",),
     "decode": ("resources",),
     "colocated": ("resources",),

@@ -99,10 +99,14 @@ class CacheConfig(_Section):
     """The KV pool of each worker: its blocks, or the memory to divide into blocks.
 
     With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
+    ``prefix_caching`` keeps the KV of ended requests for others that begin alike; they are compared
+    every ``prefix_match_unit`` tokens, a divisor of the block size and by default that.
     ``kv_dtype`` auto is that of activations.
     """
 
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    prefix_caching: bool = True
+    prefix_match_unit: Count | None = None
     num_blocks: Count | None = None
     memory: Annotated[Size, Field(ge=1)] | None = None
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"

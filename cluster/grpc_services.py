@@ -21,7 +21,7 @@ from kvferry.cluster.errors import Cancelled, DeadlineExceeded, UnknownRequest, 
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.reports.common import distribution_version, machine
 from kvferry.cluster.router_node import RouterNode
-from kvferry.cluster.session import SessionItem, TextDelta
+from kvferry.cluster.session import BranchEnd, SessionItem, TextDelta, coalesced
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.protos import kvferry_pb2_grpc
 
@@ -41,16 +41,11 @@ class Outgoing:
         self._items.put_nowait(item)
 
     async def next(self) -> list[SessionItem]:
-        """All that waits: at most one delta, then at most the end."""
+        """All that waits: at most one delta and one end per branch."""
         items = [await self._items.get()]
         while not self._items.empty():
-            item = self._items.get_nowait()
-            last = items[-1]
-            if isinstance(last, TextDelta) and isinstance(item, TextDelta):
-                items[-1] = last.then(item)
-            else:
-                items.append(item)
-        return items
+            items.append(self._items.get_nowait())
+        return coalesced(items)
 
 
 class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
@@ -82,6 +77,9 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
                 for item in await stream.next():
                     if isinstance(item, TextDelta):
                         await self._write(context, wire.delta(request_id, item), request_id)
+                        continue
+                    if isinstance(item, BranchEnd):
+                        await self._write(context, wire.branch_end(request_id, item), request_id)
                         continue
                     if item.end.error is not None:
                         await fail(context, item.end.error, request_id)

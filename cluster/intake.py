@@ -74,17 +74,18 @@ class Intake:
         for name in _UNSUPPORTED_REQUEST:
             if getattr(request, name):
                 raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
-        sampling = self._sampling.read(request.sampling)
+        sampling, num_branches = self._sampling.read(request.sampling)
         prompt = self._prompt(request)
         _check_prompt_logprobs(sampling, len(prompt))
         return RequestSpec(
             RequestId(f"{self._random_bits(128):032x}"),
             prompt,
-            ((),),
+            ((),) * num_branches,
             sampling,
             self.model.eos_token_ids,
             self.model.max_model_len,
             request.cache_salt,
+            tuple(range(num_branches)),
         )
 
     def check_model(self, name: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 
 from kvferry.cluster.lists import wanted_on
 from kvferry.cluster.policy import Placement
@@ -93,8 +92,7 @@ class Legs:
         request.planned_prefill = placement.prefill
         if request.prefill_here:
             request.prefill_ref = placement.decode
-        spec = replace(request.spec, suffixes=(tuple(request.delivered),))
-        body = m.Reserve(spec, request.attempt, request.prefill_here)
+        body = m.Reserve(request.attempt_spec(), request.attempt, request.prefill_here)
         request.decode = Ticket(placement.decode, body, self.send(placement.decode, body))
         tokens = request.num_kv_prompt
         self.workers.count_decode(request.request_id, placement.decode, tokens)
@@ -115,6 +113,17 @@ class Legs:
         if request.prefill_here:
             self.workers.count_prefill(request.request_id, worker, request.num_kv_prompt)
 
+    def computes_rest(self, request: RoutedRequest, worker: NodeRef) -> None:
+        """The decode worker computes what it lacks of the prompt: there is no prefill leg."""
+        self.granted(request, worker)
+        if request.prefill_here:
+            return
+        request.prefill_here, request.prefill_ref = True, worker
+        request.planned_prefill = None
+        if request.decision is not None:
+            request.decision.prefill_worker = worker.node_id
+        self.workers.count_prefill(request.request_id, worker, 1)
+
     def prefill(
         self, request: RoutedRequest, decode: Ticket, target: NodeRef, missing_from: int
     ) -> None:
@@ -128,15 +137,15 @@ class Legs:
 
     def hand_off(self, request: RoutedRequest) -> None:
         """Give the decode worker the hand-off that its dead prefill worker can no longer give."""
-        decode = request.decode
-        assert decode is not None
-        index = request.first_own_index
-        record = m.HandOff(
-            (request.delivered[index],),
-            len(decode.body.spec.kv_prompt()),
-            request.own_logprobs,
-        )
-        self.send(decode.worker, m.HandOffRecord(request.request_id, request.attempt, record))
+        assert request.decode is not None
+        record = m.HandOffRecord(request.request_id, request.attempt, request.hand_off())
+        self.send(request.decode.worker, record)
+
+    def drop_branch(self, request: RoutedRequest, number: int) -> None:
+        """One of several branches is wanted no longer."""
+        if request.decode is not None:
+            cancel = m.CancelLeg(request.request_id, request.attempt, Leg.DECODE, number)
+            self.send(request.decode.worker, cancel)
 
     def drop_prefill(self, request: RoutedRequest) -> None:
         """The prefill leg is wanted no longer."""

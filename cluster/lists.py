@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cluster.routed_request import RoutedRequest, Ticket
 from kvferry.engine.request import RequestId
-from kvferry.worker.messages import HeldItem, Leg, LegState, NodeRef, WantedItem
+from kvferry.worker.messages import HeldItem, Leg, LegState, NodeRef, Received, WantedItem
 
 
 @dataclass(slots=True)
@@ -22,6 +22,7 @@ class Difference:
         unwanted: held there, wanted no longer: to be cancelled.
         full: requests whose place is kept there while the pool is full.
         granted: (request, positions it need not prefill): the reply may have been lost.
+        computing: requests whose prompt that worker computes unasked; likewise.
         unstarted: reserved there while the router holds the hand-off: its record was lost.
         lost: wanted there, asked for before the list was written, not held: to be asked again.
     """
@@ -29,6 +30,7 @@ class Difference:
     unwanted: list[HeldItem] = field(default_factory=list)
     full: list[RoutedRequest] = field(default_factory=list)
     granted: list[tuple[RoutedRequest, int]] = field(default_factory=list)
+    computing: list[RoutedRequest] = field(default_factory=list)
     unstarted: list[RoutedRequest] = field(default_factory=list)
     lost: list[Ticket] = field(default_factory=list)
 
@@ -61,6 +63,8 @@ def compare(
         held.add((item.request_id, item.leg))
         if item.leg is Leg.DECODE and item.state is LegState.FULL:
             found.full.append(request)
+        elif item.leg is Leg.DECODE and item.computes and not request.prefill_here:
+            found.computing.append(request)
         elif item.leg is Leg.DECODE and ticket.seq <= heard:
             found.granted.append((request, item.missing_from))
             if item.state is LegState.RESERVED and request.holds_hand_off:
@@ -72,9 +76,14 @@ def compare(
 
 
 def wanted_on(worker: NodeRef, requests: Iterable[RoutedRequest]) -> tuple[WantedItem, ...]:
-    """Everything that is wanted of a worker, with how far each stream has come."""
+    """Everything that is wanted of a worker, with how far each branch has come."""
     return tuple(
-        WantedItem(request.request_id, request.attempt, leg, len(request.delivered))
+        WantedItem(
+            request.request_id,
+            request.attempt,
+            leg,
+            tuple(Received(branch.number, len(branch.delivered)) for branch in request.live),
+        )
         for request, leg, _ in _placed(worker, requests)
     )
 

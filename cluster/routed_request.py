@@ -12,7 +12,7 @@ ever; every new attempt begins after the delivered ones. Only this automaton end
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -27,10 +27,12 @@ from kvferry.kv_transfer.connector import TransferFailed
 from kvferry.worker.messages import (
     DecodeStats,
     FailureCause,
+    HandOff,
     NodeRef,
     PrefillRequest,
     PrefillStats,
     Reserve,
+    TokenEvent,
 )
 
 
@@ -63,10 +65,14 @@ class StopMatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """The one terminal event. ``error`` is set exactly when the reason is ERROR."""
+    """The one terminal event. ``error`` is set exactly when the reason is ERROR.
+
+    ``finish`` is that of the branch that ended last, or of all that were left.
+    """
 
     finish: Finish
     error: KVFerryError | None = None
+    branch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +99,42 @@ class RequestListener(Protocol):
         """Accept new tokens, contiguous and exactly once; may find a stop string in them."""
         ...
 
+    def on_branch_end(self, branch: int, finish: Finish, now: float) -> None:
+        """A branch has ended while others go on."""
+        ...
+
     def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
         """The request has ended; nothing follows."""
         ...
+
+
+@dataclass(slots=True)
+class RoutedBranch:
+    """One of a request's outputs.
+
+    Attributes:
+        number: the branch's.
+        delivered: output tokens that the listener has accepted.
+        token_times: when each was accepted, router clock.
+        own_logprobs: of the first token that the current attempt delivered, for its hand-off.
+        finish: why it has ended, if others went on then.
+    """
+
+    number: int
+    delivered: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    own_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+
+    def is_over(self, request: RoutedRequest) -> bool:
+        """Whether it, or its whole request, has ended."""
+        return self.finish is not None or request.end is not None
+
+    def finish_of_delivered(self, spec: RequestSpec) -> Finish | None:
+        """The finish that the last delivered token means, when only the event was lost."""
+        if not self.delivered:
+            return None
+        return finish_after(spec, len(self.delivered) - 1, self.delivered[-1])
 
 
 @dataclass(slots=True)
@@ -104,9 +143,8 @@ class RoutedRequest:
 
     Attributes:
         spec: the request as submitted, without delivered tokens.
-        delivered: output tokens that the listener has accepted.
-        token_times: when each was accepted, router clock.
-        own_logprobs: of the first token that the current attempt delivered, for its hand-off.
+        branches: its outputs, by number.
+        first_tokens_here: the current attempt's prefill has given every branch its first token.
         attempt: the current attempt; events of any other are dropped.
         full: the decode worker keeps a place but has no blocks yet.
         decode, prefill: the legs placed for the current attempt.
@@ -124,9 +162,8 @@ class RoutedRequest:
     attempt: Attempt
     waiting_since: float
     state: RequestState = RequestState.QUEUED
-    delivered: list[int] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
-    own_logprobs: tuple[TokenLogprobs, ...] = ()
+    branches: tuple[RoutedBranch, ...] = ()
+    first_tokens_here: bool = False
     full: bool = False
     decode: Ticket | None = None
     prefill: Ticket | None = None
@@ -147,10 +184,47 @@ class RoutedRequest:
     decision: Decision | None = None
     end: RequestEnd | None = None
 
+    def __post_init__(self) -> None:
+        if not self.branches:
+            self.branches = tuple(RoutedBranch(number) for number in self.spec.branches)
+
     @property
     def request_id(self) -> RequestId:
         """The request's id."""
         return self.spec.request_id
+
+    @property
+    def delivered(self) -> list[int]:
+        """Output tokens that the listener has accepted, of the first branch."""
+        return self.branches[0].delivered
+
+    @property
+    def token_times(self) -> list[float]:
+        """When each of these was accepted, router clock."""
+        return self.branches[0].token_times
+
+    @property
+    def num_delivered(self) -> int:
+        """Output tokens that the listener has accepted, of all branches."""
+        return sum(len(branch.delivered) for branch in self.branches)
+
+    @property
+    def live(self) -> list[RoutedBranch]:
+        """The branches that have not ended."""
+        return [branch for branch in self.branches if branch.finish is None]
+
+    def branch(self, number: int) -> RoutedBranch | None:
+        """A branch that goes on; None for any other number."""
+        found = self.branches[number] if number < len(self.branches) else None
+        return found if found is not None and found.finish is None else None
+
+    def attempt_spec(self) -> RequestSpec:
+        """What a new attempt is to do: the branches that go on, after what is delivered."""
+        return replace(
+            self.spec,
+            branches=tuple(branch.number for branch in self.live),
+            suffixes=tuple(tuple(branch.delivered) for branch in self.live),
+        )
 
     @property
     def prefill_worker(self) -> str | None:
@@ -164,10 +238,11 @@ class RoutedRequest:
 
     def accept(self, run: TokenRun, now: float) -> None:
         """The listener has taken these tokens: they are final."""
-        if run.first_index == self.first_own_index:
-            self.own_logprobs = run.logprobs[:1]
-        self.delivered.extend(run.token_ids)
-        self.token_times.extend([now] * len(run.token_ids))
+        branch = self.branches[run.branch]
+        if run.first_index == self.first_own_index(run.branch):
+            branch.own_logprobs = run.logprobs[:1]
+        branch.delivered.extend(run.token_ids)
+        branch.token_times.extend([now] * len(run.token_ids))
 
     def view(self) -> RequestView:
         """The request as it is now."""
@@ -176,21 +251,39 @@ class RoutedRequest:
             self.state,
             self.full,
             self.attempt.number,
-            len(self.delivered),
+            self.num_delivered,
             self.prefill_ref,
             self.decode_ref,
         )
 
     @property
     def num_kv_prompt(self) -> int:
-        """Positions that a new attempt must have KV for: prompt and delivered tokens."""
-        return len(self.spec.prompt_token_ids) + len(self.delivered)
+        """Positions that a new attempt's prefill computes: with one branch, delivered ones too."""
+        live = self.live
+        suffix = len(live[0].delivered) if len(live) == 1 else 0
+        return len(self.spec.prompt_token_ids) + suffix
 
-    @property
-    def first_own_index(self) -> int:
-        """Output index of the first token that the current attempt samples."""
-        ticket = self.decode
-        return len(ticket.body.spec.suffixes[0]) if ticket is not None else len(self.delivered)
+    def first_own_index(self, number: int) -> int:
+        """Output index of the first token that the current attempt samples for a branch."""
+        if self.decode is None:
+            return len(self.branches[number].delivered)
+        spec = self.decode.body.spec
+        return len(spec.suffixes[spec.branches.index(number)])
+
+    def hand_off(self) -> HandOff:
+        """What the attempt's prefill worker would tell the decode worker."""
+        assert self.decode is not None
+        spec = self.decode.body.spec
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for number in spec.branches:
+            branch, index = self.branches[number], self.first_own_index(number)
+            # Of several branches, one that had tokens before takes none: any id will do.
+            place = min(index, len(branch.delivered) - 1)
+            token_ids.append(branch.delivered[place])
+            logprobs += branch.own_logprobs
+        complete = len(logprobs) == len(token_ids)
+        return HandOff(tuple(token_ids), len(spec.kv_prompt()), tuple(logprobs) if complete else ())
 
     @property
     def num_preemptions(self) -> int:
@@ -200,7 +293,19 @@ class RoutedRequest:
     @property
     def recomputed_prompt_tokens(self) -> int:
         """Prompt positions computed again, by preemption or by a new attempt."""
-        return self.past_recomputed + self._over_legs("recomputed_prompt_tokens")
+        again = 0 if self.first_prefill_stats is None else self._cached(self.prefill_stats)
+        return self.past_recomputed + self._over_legs("recomputed_prompt_tokens") - again
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt positions whose KV was there when the request came: of its first attempt."""
+        return self._cached(self.first_prefill_stats or self.prefill_stats)
+
+    def _cached(self, stats: PrefillStats | None) -> int:
+        """Of the user's prompt: what was delivered earlier is output."""
+        if stats is None:
+            return 0
+        return min(stats.num_cached_tokens, len(self.spec.prompt_token_ids))
 
     @property
     def num_prefill_chunks(self) -> int:
@@ -220,6 +325,14 @@ class RoutedRequest:
         unknown = self.prefill_stats is None and self.attempt == attempt
         return unknown and self.prefill_ref == sender
 
+    def take_stats(self, event: TokenEvent, stats: DecodeStats) -> None:
+        """Decode's figures, before the event's tokens are delivered."""
+        self.decode_stats = stats
+        self.prefill_stats = self.prefill_stats or stats.prefill
+        second = event.branch == 0 and event.first_index + len(event.token_ids) > 1
+        if second and len(self.delivered) <= 1:
+            self.gap_stats = stats  # decode sampled token 2
+
     def count_past_attempt(self) -> None:
         """Keep what the attempt that has failed counted; what it computed will be again."""
         self.past_preemptions = self.num_preemptions
@@ -238,14 +351,8 @@ class RoutedRequest:
             and self.decode is not None
             and self.prefill is None
             and not self.prefill_here
-            and len(self.delivered) > self.first_own_index
+            and self.first_tokens_here
         )
-
-    def finish_of_delivered(self) -> Finish | None:
-        """The finish that the last delivered token means, when only the event was lost."""
-        if not self.delivered:
-            return None
-        return finish_after(self.spec, len(self.delivered) - 1, self.delivered[-1])
 
 
 ABORTED = Finish(FinishReason.ABORT)

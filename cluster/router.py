@@ -15,7 +15,8 @@ import logging
 from collections import Counter, deque
 
 from kvferry.cluster.deaths import Death
-from kvferry.cluster.errors import Internal, Overloaded, WorkerLost
+from kvferry.cluster.delivery import Delivery
+from kvferry.cluster.errors import Overloaded, WorkerLost
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.lists import compare
 from kvferry.cluster.policy import Policy
@@ -26,23 +27,16 @@ from kvferry.cluster.routed_request import (
     RequestEnd,
     RequestListener,
     RequestState,
+    RoutedBranch,
     RoutedRequest,
     error_for,
 )
 from kvferry.cluster.router_config import RouterConfig
-from kvferry.cluster.token_run import TokenRun
 from kvferry.cluster.waiting_line import WaitingLine
-from kvferry.engine.request import Attempt, FinishReason, InvalidRequest, RequestId, RequestSpec
-from kvferry.engine.stopping import Finish, finish_after
+from kvferry.engine.request import Attempt, InvalidRequest, RequestId, RequestSpec
+from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
-from kvferry.worker.messages import (
-    Envelope,
-    FailureCause,
-    Leg,
-    Member,
-    NodeRef,
-    ReserveOutcome,
-)
+from kvferry.worker.messages import Envelope, FailureCause, Leg, Member, NodeRef, ReserveOutcome
 from kvferry.worker.validity import fault
 
 logger = logging.getLogger(__name__)
@@ -62,6 +56,7 @@ class Router:
         self.dismiss = self._legs.remove_worker  # one that holds nothing: this is no death
         self._line = WaitingLine(policy, self._legs)
         self.decisions = self._line.decisions
+        self._delivery = Delivery(self._end_branch, self._end)
         self.requests: dict[RequestId, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
         self.lost: deque[Death] = deque(maxlen=256)
@@ -205,20 +200,23 @@ class Router:
         request = self._current(sender, reply.request_id, reply.attempt, Leg.DECODE)
         if request is None:
             return
-        if reply.outcome is ReserveOutcome.FULL:
-            self._is_full(request)
+        self._answered(request, reply.outcome, reply.missing_from, now)
+
+    def _answered(
+        self, request: RoutedRequest, outcome: ReserveOutcome, missing_from: int, now: float
+    ) -> None:
+        """The decode worker has said what becomes of the reservation, perhaps once more."""
+        if request.state is not RequestState.RESERVING or request.decode is None:
+            return
+        worker = request.decode.worker
+        if outcome is ReserveOutcome.FULL:
+            self._legs.wait_for_blocks(request, worker)
+            return
+        if outcome is ReserveOutcome.COMPUTING:
+            self._legs.computes_rest(request, worker)
+            request.dispatched_at = request.dispatched_at or now
         else:
-            self._granted(request, reply.missing_from, now)
-
-    def _is_full(self, request: RoutedRequest) -> None:
-        if request.state is not RequestState.RESERVING or request.decode is None:
-            return
-        self._legs.wait_for_blocks(request, request.decode.worker)
-
-    def _granted(self, request: RoutedRequest, missing_from: int, now: float) -> None:
-        if request.state is not RequestState.RESERVING or request.decode is None:
-            return
-        self._legs.granted(request, request.decode.worker)
+            self._legs.granted(request, worker)
         if request.prefill_here:
             request.state = RequestState.PREFILLING
             return
@@ -240,58 +238,20 @@ class Router:
         if request is None:
             return
         self.workers.uncount_prefill(request.request_id)
-        index = request.first_own_index
-        run = TokenRun(index, done.token_ids, done.logprobs, done.prompt_logprobs)
-        self._deliver_tokens(request, run, now)
-        if request.end is None and len(request.delivered) == index + 1:
-            finish = finish_after(request.spec, index, request.delivered[index])
-            if finish is not None:
-                self._end(request, RequestEnd(finish), now)
+        self._delivery.first_tokens(request, done, now)
 
     def _token_event(self, sender: NodeRef, event: m.TokenEvent, now: float) -> None:
         request = self._current(sender, event.request_id, event.attempt, Leg.DECODE)
         if request is None:
             return
         if event.stats is not None:
-            request.decode_stats = event.stats
-            request.prefill_stats = request.prefill_stats or event.stats.prefill
-            if len(request.delivered) <= 1 < event.first_index + len(event.token_ids):
-                request.gap_stats = event.stats  # decode sampled token 2
+            request.take_stats(event, event.stats)
         if request.state is RequestState.PREFILLING:
             request.state = RequestState.DECODING
             self._legs.drop_prefill(request)
-        if event.first_index > len(request.delivered):
-            self._legs.send(
-                sender, m.Replay(event.request_id, event.attempt, len(request.delivered))
-            )
-            return
-        known = len(request.delivered)
-        run = TokenRun(event.first_index, event.token_ids, event.logprobs, event.prompt_logprobs)
-        self._deliver_tokens(request, run, now)
-        if len(request.delivered) > known:
-            request.failures = 0  # decode has made progress; token 1 alone is none
-        complete = len(request.delivered) == event.first_index + len(event.token_ids)
-        if request.end is None and event.finish_reason is not None and complete:
-            finish = Finish(FinishReason(event.finish_reason), event.stop_reason)
-            self._end(request, RequestEnd(finish), now)
-
-    def _deliver_tokens(self, request: RoutedRequest, run: TokenRun, now: float) -> None:
-        """Give the listener what it has not had; an index delivered before is dropped."""
-        fresh = run.from_index(len(request.delivered))
-        if not fresh.token_ids:
-            return
-        try:
-            match = request.listener.on_tokens(fresh, now)
-        except Exception as error:  # one request's boundary: its neighbours go on
-            logger.exception("request %s: its tokens could not be taken", request.request_id)
-            failed = Internal(f"the front door failed: {type(error).__name__}: {error}")
-            self._end(request, RequestEnd(FAILED, failed), now)
-            return
-        request.accept(fresh if match is None else fresh.first(match.num_tokens), now)
-        if fresh.first_index == 0 and request.decision is not None:
-            request.decision.actual_ttft_s = now - request.received_at
-        if match is not None:
-            self._end(request, RequestEnd(match.finish), now)
+        missing = self._delivery.event(request, event, now)
+        if missing is not None:
+            self._legs.send(sender, missing)
 
     def _leg_failed(self, sender: NodeRef, failure: m.LegFailed, now: float) -> None:
         request = self._current(sender, failure.request_id, failure.attempt, failure.leg)
@@ -314,9 +274,11 @@ class Router:
         for item in found.unwanted:
             self._legs.send(record.ref, m.CancelLeg(item.request_id, item.attempt, item.leg))
         for request in found.full:
-            self._is_full(request)
+            self._answered(request, ReserveOutcome.FULL, 0, now)
         for request, missing_from in found.granted:
-            self._granted(request, missing_from, now)
+            self._answered(request, ReserveOutcome.GRANTED, missing_from, now)
+        for request in found.computing:
+            self._answered(request, ReserveOutcome.COMPUTING, 0, now)
         for request in found.unstarted:
             self._legs.hand_off(request)
         for ticket in found.lost:
@@ -364,9 +326,11 @@ class Router:
 
     def _retry(self, request: RoutedRequest, cause: FailureCause, why: str, now: float) -> None:
         """A new attempt, prompt + delivered tokens, within the budget."""
-        finish = request.finish_of_delivered()
-        if finish is not None:  # only its terminal event was lost
-            self._end(request, RequestEnd(finish), now)
+        for branch in request.live:
+            finish = branch.finish_of_delivered(request.spec)
+            if finish is not None:  # only its terminal event was lost
+                self._end_branch(request, branch, finish, now)
+        if request.end is not None:
             return
         if cause is not FailureCause.ENDED:  # that one the worker had let go of by itself
             request.failures += 1
@@ -383,7 +347,19 @@ class Router:
     def _requeue(self, request: RoutedRequest, now: float) -> None:
         self._legs.drop(request)
         request.attempt = Attempt(self.ref.epoch, request.attempt.number + 1)
+        request.first_tokens_here = False
         self._line.add(request, now)
+
+    def _end_branch(
+        self, request: RoutedRequest, branch: RoutedBranch, finish: Finish, now: float
+    ) -> None:
+        """A branch has its finish, and with the last one the request."""
+        if request.live == [branch]:
+            self._end(request, RequestEnd(finish, branch=branch.number), now)
+            return
+        branch.finish = finish
+        self._legs.drop_branch(request, branch.number)
+        request.listener.on_branch_end(branch.number, finish, now)
 
     def _end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
         """The one place where a request ends."""

@@ -24,7 +24,7 @@ from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
-from kvferry.cluster.session import Session, SessionItem
+from kvferry.cluster.session import BranchedSession, Session, SessionItem
 from kvferry.engine.chat import HelperUnavailable
 from kvferry.engine.chat_pool import MAX_HELPERS
 from kvferry.engine.detokenizer import IncrementalDetokenizer
@@ -116,8 +116,11 @@ class RouterNode:
     ) -> RoutedRequest:
         """Begin a stream; items for the client go to ``emit``. Raises Overloaded."""
         skip = spec.sampling.skip_special_tokens
-        detokenizer = IncrementalDetokenizer(self.intake.tokenizer, skip)
-        session = Session(spec, detokenizer, emit)
+        sessions = [
+            Session(spec, IncrementalDetokenizer(self.intake.tokenizer, skip), emit)
+            for _ in spec.branches
+        ]
+        session = sessions[0] if len(sessions) == 1 else BranchedSession(sessions, emit)
         request = self.router.submit(spec, session, self.clock(), received_at)
         self._flush()
         return request

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from kvferry.engine.request import InvalidRequest, SamplingParams, TokenBias
+from kvferry.engine.request import MAX_BRANCHES, InvalidRequest, SamplingParams, TokenBias
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
 
@@ -41,10 +41,11 @@ class SamplingFields:
         self._tokenizer = tokenizer
         self._random_bits = random_bits
 
-    def read(self, sampling: pb.SamplingParams) -> SamplingParams:
-        """The parameters, or InvalidRequest."""
-        if sampling.HasField("n") and sampling.n != 1:
-            raise InvalidRequest(f"n: got {sampling.n}; only 1 is supported yet in this version")
+    def read(self, sampling: pb.SamplingParams) -> tuple[SamplingParams, int]:
+        """The parameters of each branch and the number of branches, or InvalidRequest."""
+        return self._parameters(sampling), _integer(sampling, "n", 1, 1, MAX_BRANCHES)
+
+    def _parameters(self, sampling: pb.SamplingParams) -> SamplingParams:
         max_tokens = _integer(sampling, "max_tokens", _DEFAULT.max_tokens, 1, INT32_MAX)
         return SamplingParams(
             max_tokens=max_tokens,

@@ -1,15 +1,17 @@
 """One client's stream at the front door: tokens become text, stop strings end it.
 
+A ``Session`` follows one branch; ``BranchedSession`` is one per branch as one listener.
+
 Pure: tokens come from the router, items for the client go to ``emit``. Accepting a token makes it
 final. Does not know gRPC, workers or attempts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from kvferry.cluster.routed_request import RequestEnd, RoutedRequest, StopMatch
+from kvferry.cluster.routed_request import RequestEnd, RoutedBranch, RoutedRequest, StopMatch
 from kvferry.cluster.stop_strings import StopStrings
 from kvferry.cluster.token_run import TokenRun
 from kvferry.engine.detokenizer import IncrementalDetokenizer
@@ -30,6 +32,14 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchEnd:
+    """A branch's last item; others go on."""
+
+    branch: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
 class SessionEnd:
     """The stream's last item."""
 
@@ -38,11 +48,27 @@ class SessionEnd:
     ended_at: float
 
 
-SessionItem = TextDelta | SessionEnd
+SessionItem = TextDelta | BranchEnd | SessionEnd
+
+
+def coalesced(items: Iterable[SessionItem]) -> list[SessionItem]:
+    """The items with at most one delta per branch, for a client that reads slowly."""
+    merged: list[SessionItem] = []
+    place: dict[int, int] = {}
+    for item in items:
+        if isinstance(item, TextDelta):
+            earlier = place.setdefault(item.run.branch, len(merged))
+            if earlier < len(merged):
+                known = merged[earlier]
+                assert isinstance(known, TextDelta)
+                merged[earlier] = known.then(item)
+                continue
+        merged.append(item)
+    return merged
 
 
 class Session:
-    """A request's listener; see the module."""
+    """The listener of a request of one branch; see the module."""
 
     def __init__(
         self,
@@ -85,8 +111,48 @@ class Session:
     def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
         """Pass the end on; what an aborted stream has held back of its text comes first."""
         if end.finish.reason is FinishReason.ABORT:
-            visible, stop = self._stops.push(self._detokenizer.finish())
-            rest = visible + ("" if stop is not None else self._stops.finish())
-            if rest:
-                self._emit(TextDelta(TokenRun(len(request.delivered), ()), rest))
+            self.show_rest(request.branches[end.branch])
         self._emit(SessionEnd(request, end, now))
+
+    def on_branch_end(self, branch: int, finish: Finish, now: float) -> None:
+        """Pass it on."""
+        self._emit(BranchEnd(branch, finish))
+
+    def show_rest(self, branch: RoutedBranch) -> None:
+        """Give out what has been held back of the text."""
+        visible, stop = self._stops.push(self._detokenizer.finish())
+        rest = visible + ("" if stop is not None else self._stops.finish())
+        if rest:
+            run = TokenRun(len(branch.delivered), (), branch=branch.number)
+            self._emit(TextDelta(run, rest))
+
+
+class BranchedSession:
+    """The listener of a request of several branches.
+
+    Args:
+        sessions: one per branch, in their order; all emit to the same stream.
+        emit: that stream.
+    """
+
+    def __init__(self, sessions: Sequence[Session], emit: Callable[[SessionItem], None]) -> None:
+        self._sessions = sessions
+        self._emit = emit
+
+    def on_tokens(self, run: TokenRun, now: float) -> StopMatch | None:
+        """Turn tokens into their branch's text."""
+        return self._sessions[run.branch].on_tokens(run, now)
+
+    def on_branch_end(self, branch: int, finish: Finish, now: float) -> None:
+        """Pass it on."""
+        self._emit(BranchEnd(branch, finish))
+
+    def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
+        """End every branch that goes on, the last one as the stream's end."""
+        if end.finish.reason is FinishReason.ABORT:
+            *others, last = request.live
+            for branch in others:
+                self._sessions[branch.number].show_rest(branch)
+                self._emit(BranchEnd(branch.number, end.finish))
+            end = replace(end, branch=last.number)
+        self._sessions[end.branch].on_end(request, end, now)

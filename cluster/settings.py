@@ -56,6 +56,8 @@ def worker_settings(
                     config.transfer.read_timeout,
                 ),
                 block_size=config.cache.block_size,
+                prefix_caching=config.cache.prefix_caching,
+                match_unit=config.cache.prefix_match_unit,
                 max_model_len=config.model.max_model_len,
                 num_blocks=section.num_blocks or config.cache.num_blocks,
                 pool_bytes=None if section.num_blocks else config.cache.memory,

@@ -19,24 +19,30 @@ class TokenRun:
         token_ids: the tokens.
         logprobs: one per token, or none at all.
         prompt_logprobs: of the prompt's tokens but the first; only where ``first_index`` is 0.
+        branch: whose tokens they are.
     """
 
     first_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    branch: int = 0
 
     def from_index(self, index: int) -> TokenRun:
         """Without the tokens before output position ``index``, which is not before the first."""
         known = index - self.first_index
         if not known:
             return self
-        return TokenRun(index, self.token_ids[known:], self.logprobs[known:])
+        return TokenRun(index, self.token_ids[known:], self.logprobs[known:], branch=self.branch)
 
     def first(self, count: int) -> TokenRun:
         """The first ``count`` tokens."""
         return TokenRun(
-            self.first_index, self.token_ids[:count], self.logprobs[:count], self.prompt_logprobs
+            self.first_index,
+            self.token_ids[:count],
+            self.logprobs[:count],
+            self.prompt_logprobs,
+            self.branch,
         )
 
     def then(self, other: TokenRun) -> TokenRun:
@@ -46,4 +52,5 @@ class TokenRun:
             self.token_ids + other.token_ids,
             self.logprobs + other.logprobs,
             self.prompt_logprobs,
+            self.branch,
         )

@@ -9,9 +9,10 @@ from kvferry.cluster.intake import ServedModel
 from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
-from kvferry.cluster.session import SessionEnd, TextDelta
+from kvferry.cluster.session import BranchEnd, SessionEnd, TextDelta
 from kvferry.cluster.timing import RequestTiming, request_timing
 from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.stopping import Finish
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker import messages as m
 from kvferry.worker.description import WorkerDescription
@@ -33,7 +34,7 @@ def delta(request_id: str, item: TextDelta) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         request_id=request_id,
         delta=pb.Delta(
-            branch=0,
+            branch=run.branch,
             index=run.first_index,
             token_ids=run.token_ids,
             text=item.text,
@@ -53,12 +54,12 @@ def finished(item: SessionEnd) -> pb.GenerateResponse:
     request, finish = item.request, item.end.finish
     decode = request.decode_stats
     body = pb.Finished(
-        branch=0,
+        branch=item.end.branch,
         finish_reason=finish.reason.value,
         usage=pb.Usage(
             prompt_tokens=len(request.spec.prompt_token_ids),
-            cached_tokens=0,
-            completion_tokens=len(request.delivered),
+            cached_tokens=request.num_cached_tokens,
+            completion_tokens=request.num_delivered,
         ),
         timing=_timing(request_timing(request, item.ended_at)),
         transfer=_transfer(decode.transfer if decode is not None else None),
@@ -70,9 +71,20 @@ def finished(item: SessionEnd) -> pb.GenerateResponse:
         num_preemptions=request.num_preemptions,
         recomputed_prompt_tokens=request.recomputed_prompt_tokens,
     )
+    _set_stop_reason(body, finish)
+    return pb.GenerateResponse(request_id=request.request_id, finished=body)
+
+
+def branch_end(request_id: str, item: BranchEnd) -> pb.GenerateResponse:
+    """The last event of a branch while others go on."""
+    body = pb.Finished(branch=item.branch, finish_reason=item.finish.reason.value)
+    _set_stop_reason(body, item.finish)
+    return pb.GenerateResponse(request_id=request_id, finished=body)
+
+
+def _set_stop_reason(body: pb.Finished, finish: Finish) -> None:
     if finish.stop_reason is not None:
         body.stop_reason = str(finish.stop_reason)
-    return pb.GenerateResponse(request_id=request.request_id, finished=body)
 
 
 def _timing(timing: RequestTiming) -> pb.Timing:
@@ -152,8 +164,8 @@ def worker_status(
     status.kv.CopyFrom(
         pb.KVUsage(
             num_total=load.num_blocks,
-            num_free=load.num_free_blocks,
-            num_cached=0,
+            num_free=load.num_free_blocks - load.num_cached_blocks,
+            num_cached=load.num_cached_blocks,
             usage=1.0 - load.num_free_blocks / load.num_blocks,
         )
     )

@@ -1,19 +1,21 @@
 """One decode leg: the decode worker's half of an attempt.
 
-FULL → RESERVED → RUNNING → FINISHED          any state → gone
-  FULL: a place is kept, no block is held. RESERVED: all prompt blocks are held, and are
-  being filled by reads (or, with ``prefill_here``, by the engine, which is RUNNING at once).
+FULL → RESERVED → RUNNING → FINISHED (every branch)          any state → gone
+  FULL: a place is kept, no block is held. RESERVED: all prompt blocks are held; those that were
+  here already are shared, the others are being filled by reads (or, where the leg ``computes``, by
+  the engine, and it is RUNNING at once).
   FINISHED: the output is kept until the router lets go of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.sequence import SequenceState
-from kvferry.engine.stopping import Finish
+from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.block_table import BlockTable
 from kvferry.kv_cache.hashing import HashChain
 from kvferry.kv_transfer.connector import ReadId
@@ -60,6 +62,7 @@ class Pull:
     last_verified_at: float | None = None
     hand_off_at: float | None = None
     bytes_moved: int = 0
+    blocks_reused: int = 0
     reads_failed: int = 0
     blocks_before_last_chunk: int = 0
 
@@ -68,6 +71,11 @@ class Pull:
         self.verified[start] = start + num_tokens
         while self.verified_until in self.verified:
             self.verified_until = self.verified[self.verified_until]
+
+    def begin_at(self, position: int, num_blocks: int) -> None:
+        """The blocks before ``position`` were here: nothing of them is read."""
+        self.verified_until = position
+        self.blocks_reused = num_blocks
 
     def hand_off_received(self, now: float) -> None:
         """Note how far the pull had come when the last chunk was done."""
@@ -103,7 +111,7 @@ class Pull:
             self.connector,
             len(self.verified),
             self.bytes_moved,
-            0,
+            self.blocks_reused,
             self.reads_failed,
             self.blocks_before_last_chunk,
             whole,
@@ -113,17 +121,55 @@ class Pull:
 
 
 @dataclass(slots=True)
+class LegBranch:
+    """One branch's output.
+
+    Attributes:
+        number: the branch's.
+        first_own_index: output index of the first token that this leg reports.
+        output: every output token of the branch known here, delivered ones included.
+        logprobs: of the tokens from ``first_own_index`` on, if the request wants any.
+        reported: output tokens reported to the router so far (an index).
+        finish: why its output has ended.
+        dropped: the router wants no more of it.
+        sequence: what computes it, once it decodes.
+    """
+
+    number: int
+    first_own_index: int
+    output: list[int]
+    reported: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    dropped: bool = False
+    sequence: SequenceState | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be computed."""
+        return self.dropped or self.finish is not None
+
+    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """A token has been sampled."""
+        self.output.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+
+@dataclass(slots=True)
 class DecodeLeg:
     """State of one leg.
 
     Attributes:
-        output: every output token of the request known here, delivered ones included.
-        logprobs: of the tokens from ``first_own_index`` on, if the request wants any.
-        first_own_index: output index of the first token that this leg reports.
-        reported: output tokens reported to the router so far (an index).
+        branches: what is decoded, as the attempt names them.
+        table: the prompt's blocks, until they pass to the sequences.
+        tails: blocks for the branches' own copies of the prompt's last, partial block.
+        stem: what computes the prompt here for several branches.
         last_event_seq: number of the message that carried the last report.
         ready_at: when every block was verified and the hand-off there.
         told: what the stats were made of when they were last reported.
+        computes: the prompt, or the rest of it that is not here, is computed here.
+        copies: block copies to make before the first step.
     """
 
     request: Reserve
@@ -134,91 +180,150 @@ class DecodeLeg:
     state: LegState = LegState.FULL
     table: BlockTable | None = None
     pull: Pull = field(default_factory=Pull)
+    tails: list[int] = field(default_factory=list)
     hand_off: HandOff | None = None
-    sequence: SequenceState | None = None
-    output: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    reported: int = 0
+    branches: tuple[LegBranch, ...] = ()
+    stem: SequenceState | None = None
     last_event_seq: int = 0
-    finish: Finish | None = None
     ready_at: float | None = None
     decode_wait_s: float | None = None
     first_step_s: float | None = None
     prefill: PrefillStats | None = None
     told: tuple[object, ...] = ()
+    computes: bool = False
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        spec = self.request.spec
+        self.branches = tuple(
+            LegBranch(number, len(suffix), list(suffix), len(suffix))
+            for number, suffix in zip(spec.branches, spec.suffixes, strict=True)
+        )
 
     @property
-    def first_own_index(self) -> int:
-        """Output index of the first token that this attempt samples."""
-        return len(self.request.spec.suffixes[0])
+    def is_over(self) -> bool:
+        """Whether nothing more is to be computed."""
+        return all(branch.is_over for branch in self.branches)
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """All that computes or has computed for it."""
+        found = [branch.sequence for branch in self.branches if branch.sequence is not None]
+        return found if self.stem is None else [self.stem, *found]
+
+    @property
+    def held_ids(self) -> list[int]:
+        """Every block reference that the leg or one of its sequences holds."""
+        tables = {id(s.table): s.table for s in self.sequences}
+        if self.table is not None:
+            tables[id(self.table)] = self.table
+        held = [block_id for table in tables.values() for block_id in table.held_ids]
+        return held + self.tails
+
+    def branch(self, number: int) -> LegBranch | None:
+        """The branch of that number; None where this attempt has none."""
+        return next((branch for branch in self.branches if branch.number == number), None)
 
     @property
     def num_kv_prompt(self) -> int:
         """Positions whose KV must be here before decode can begin."""
         return len(self.request.spec.kv_prompt())
 
-    def take_hand_off(self, hand_off: HandOff) -> None:
-        """Token 1 is here."""
-        self.output.extend(hand_off.token_ids)
-        self.logprobs.extend(hand_off.logprobs)
+    def take_first(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[LegBranch]:
+        """Token 1 of every branch that has none yet is here; the branches that go on."""
+        spec = self.request.spec
+        for place, branch in enumerate(self.branches):
+            if spec.own_suffix(place):
+                continue
+            index, token_id = len(branch.output), token_ids[place]
+            branch.take(token_id, logprobs[place] if logprobs else None)
+            if len(self.branches) > 1:  # of a single one the router ends the request
+                branch.finish = finish_after(spec, index, token_id)
+        return [branch for branch in self.branches if not branch.is_over]
 
-    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """A token has been sampled."""
-        self.output.append(token_id)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
+    def note_end(self) -> None:
+        """The last of its branches may be over."""
+        if self.is_over:
+            self.state = LegState.FINISHED
 
-    def event(self, from_index: int) -> TokenEvent:
-        """The leg's own tokens from an output index on, its finish, and its stats if new."""
-        first = max(self.first_own_index, min(from_index, len(self.output)))
-        reason = self.finish.stop_reason if self.finish else None
+    def time_first(self, sequence: SequenceState, begun: float, now: float) -> None:
+        """Measure the wait and the first decode step, once each, on this worker's clock.
+
+        A step for the sequence was ``begun`` and has ended now.
+        """
+        started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
+        if self.computes and self.prefill is None:
+            self.prefill = PrefillStats(
+                started - self.received_at,
+                now - started,
+                sequence.num_prefill_chunks,
+                sequence.recomputed_prompt_tokens,
+                sequence.num_preemptions,
+                sequence.num_cached_tokens,
+            )
+            self.ready_at = now
+        elif self.first_step_s is None and self.ready_at is not None:
+            self.decode_wait_s = max(0.0, begun - self.ready_at)
+            self.first_step_s = now - begun
+
+    def event(self, branch: LegBranch, from_index: int) -> TokenEvent:
+        """A branch's own tokens from an output index on, its finish, and the stats if new."""
+        first = max(branch.first_own_index, min(from_index, len(branch.output)))
+        reason = branch.finish.stop_reason if branch.finish else None
+        is_first = first == 0 and branch is self.branches[0]
         return TokenEvent(
             self.request.spec.request_id,
             self.request.attempt,
-            0,
+            branch.number,
             first,
-            tuple(self.output[first:]),
-            self.finish.reason.value if self.finish else None,
+            tuple(branch.output[first:]),
+            branch.finish.reason.value if branch.finish else None,
             reason if isinstance(reason, int) else None,
-            self.new_stats(),
-            tuple(self.logprobs[first - self.first_own_index :]),
-            self._prompt_logprobs() if first == 0 else (),
+            self.new_stats(branch),
+            tuple(branch.logprobs[first - branch.first_own_index :]),
+            self._prompt_logprobs() if is_first else (),
         )
 
     def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """The prompt's, from whoever has computed it."""
         if self.hand_off is not None:
             return self.hand_off.prompt_logprobs
-        return tuple(self.sequence.prompt_logprobs) if self.sequence is not None else ()
+        return tuple(self.sequences[0].prompt_logprobs) if self.sequences else ()
 
-    def new_stats(self) -> DecodeStats | None:
-        """How the leg has gone, if anything of it has changed since it was last told."""
+    def new_stats(self, branch: LegBranch) -> DecodeStats | None:
+        """How the leg has gone, if that has changed since it was last told or a branch ends."""
         measured = self._measured()
-        if measured == self.told and self.finish is None:
+        if measured == self.told and branch.finish is None:
             return None  # the common case of a decode step
         self.told = measured
         return self.stats()
 
     def _measured(self) -> tuple[object, ...]:
         """All that ``stats`` is made of."""
-        sequence = self.sequence
         return (
             self.decode_wait_s,
             self.first_step_s,
-            sequence.num_preemptions if sequence else 0,
-            sequence.recomputed_prompt_tokens if sequence else 0,
+            *self._lost(),
             self.prefill,
             self.pull.measured(),
         )
 
+    def _lost(self) -> tuple[int, int]:
+        """Preemptions, and prompt positions computed again, of all branches."""
+        sequences = self.sequences
+        return (
+            sum(sequence.num_preemptions for sequence in sequences),
+            sum(sequence.recomputed_prompt_tokens for sequence in sequences),
+        )
+
     def stats(self) -> DecodeStats:
         """How the leg has gone so far."""
-        sequence = self.sequence
         return DecodeStats(
             self.decode_wait_s,
             self.first_step_s,
-            sequence.num_preemptions if sequence else 0,
-            sequence.recomputed_prompt_tokens if sequence else 0,
-            None if self.request.prefill_here else self.pull.stats(),
+            *self._lost(),
+            None if self.computes else self.pull.stats(),
             self.prefill,
         )

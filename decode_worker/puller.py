@@ -181,7 +181,13 @@ class Puller:
         if result.status is ReadStatus.OK:
             index = block.start // self._worker.engine.block_size
             prompt = leg.request.spec.kv_prompt()
-            self._pool.seal(result.move.target, block.num_tokens, leg.hashes.at(index, prompt))
+            end = block.start + block.num_tokens
+            marks = leg.hashes.marks(index, end, prompt)
+            # Decode appends to a partial block: nobody may find it.
+            whole = block.num_tokens == self._worker.engine.block_size
+            self._pool.seal(
+                result.move.target, block.num_tokens, marks[-1].value, marks if whole else ()
+            )
             pull.mark_verified(block.start, block.num_tokens)
             pull.announced.pop(block.start, None)
             pull.bytes_moved += result.num_bytes

@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvferry.decode_worker.leg import DecodeLeg
+from kvferry.decode_worker.branching import (
+    begin_computing,
+    begin_decoding,
+    branch_off,
+)
+from kvferry.decode_worker.leg import DecodeLeg, LegBranch
 from kvferry.decode_worker.puller import Puller, acknowledgement
+from kvferry.decode_worker.reservation import never_fits, reservation, take
+from kvferry.engine.first_tokens import first_tokens
 from kvferry.engine.request import Attempt, RequestId
-from kvferry.engine.sequence import SequenceFailure, SequenceProgress, SequenceState
+from kvferry.engine.sequence import SequenceFailure, SequenceProgress
 from kvferry.kv_cache.audit import Owner, OwnerKind
-from kvferry.kv_cache.block_table import BlockTable
 from kvferry.worker import messages as m
 from kvferry.worker.messages import (
     Envelope,
@@ -55,11 +61,15 @@ class DecodeRole:
         match envelope.body:
             case m.Reserve() as request:
                 self._reserve(request, envelope, now)
-            case m.CancelLeg(request_id, attempt, Leg.DECODE):
+            case m.CancelLeg(request_id, attempt, Leg.DECODE, number):
                 leg = self.legs.get((request_id, attempt))
-                self._ended.add(request_id, attempt)
-                if leg is not None and leg.router == envelope.sender:
-                    self._drop(leg)
+                mine = leg is not None and leg.router == envelope.sender
+                if number is None:
+                    self._ended.add(request_id, attempt)
+                    if leg is not None and mine:
+                        self._drop(leg)
+                elif leg is not None and mine and (branch := leg.branch(number)) is not None:
+                    self._drop_branch(leg, branch)
             case m.WantedList(items):
                 self._judge_router(envelope, items, now)
             case m.Announce(request_id, attempt):
@@ -72,10 +82,11 @@ class DecodeRole:
                 leg = self.legs.get((request_id, attempt))
                 if leg is not None and leg.pull.source == envelope.sender:
                     self._source_gone(leg, FailureCause.STALLED, "the source ended its lease")
-            case m.Replay(request_id, attempt, from_index):
+            case m.Replay(request_id, attempt, from_index, number):
                 leg = self.legs.get((request_id, attempt))
                 if leg is not None and leg.router == envelope.sender:
-                    self._report(leg, from_index)
+                    if (branch := leg.branch(number)) is not None:
+                        self._report(leg, branch, from_index)
                     self.flush(now)
             case _:
                 return False
@@ -95,16 +106,8 @@ class DecodeRole:
             return
         for old in [leg for (r, _), leg in self.legs.items() if r == spec.request_id]:
             self._drop(old)
-        most = min(len(spec.prompt_token_ids) + spec.sampling.max_tokens - 1, spec.max_model_len)
-        needed = self._engine.kv.blocks_for(most)
-        if needed > self._engine.pool.num_blocks:
-            self._fail(
-                envelope.sender,
-                key,
-                FailureCause.SHAPE,
-                f"{most} positions need {needed} blocks, this worker has "
-                f"{self._engine.pool.num_blocks}",
-            )
+        if impossible := never_fits(self._engine.kv, spec):
+            self._fail(envelope.sender, key, FailureCause.SHAPE, impossible)
             return
         leg = DecodeLeg(
             request,
@@ -112,8 +115,6 @@ class DecodeRole:
             WantedMark(envelope.seq),
             self._engine.hash_chain(spec),
             now,
-            output=list(spec.suffixes[0]),
-            reported=len(spec.suffixes[0]),
         )
         self.legs[key] = leg
         self._grant_in_order()
@@ -125,25 +126,31 @@ class DecodeRole:
         if self._engine.scheduler.has_preempted:
             return
         for leg in [leg for leg in self.legs.values() if leg.state is LegState.FULL]:
-            needed = self._engine.kv.blocks_for(leg.num_kv_prompt)
             idle = self._engine.pool.num_free == self._engine.pool.num_blocks
             spare = 0 if idle else self._engine.scheduler.watermark_blocks
-            if needed + spare > self._engine.pool.num_free:
+            found = reservation(
+                self._engine.kv, leg.hashes, leg.request, self._engine.pool.num_free - spare
+            )
+            if found is None:
                 return
-            table = BlockTable(self._engine.block_size, self._engine.pool.allocate(needed))
-            leg.table, leg.state = table, LegState.RESERVED
+            leg.table, leg.copies, leg.tails = take(self._engine.kv, found)
+            leg.computes, leg.state = found.computes, LegState.RESERVED
+            leg.pull.begin_at(found.num_computed, len(found.prefix.block_ids))
             self._reply(leg)
-            if leg.request.prefill_here:
-                self._start(leg, num_computed_tokens=0)
+            if leg.computes:
+                leg.state = LegState.RUNNING
+                begin_computing(self._engine, leg, self, found.num_computed)
 
     def _reply(self, leg: DecodeLeg) -> None:
-        full = leg.state is LegState.FULL
+        outcome = m.ReserveOutcome.COMPUTING if leg.computes else m.ReserveOutcome.GRANTED
+        if leg.state is LegState.FULL:
+            outcome = m.ReserveOutcome.FULL
         self._worker.send(
             leg.router,
             m.ReserveReply(
                 leg.request.spec.request_id,
                 leg.request.attempt,
-                m.ReserveOutcome.FULL if full else m.ReserveOutcome.GRANTED,
+                outcome,
                 leg.pull.verified_until,
             ),
         )
@@ -151,7 +158,7 @@ class DecodeRole:
     def _announced(self, envelope: Envelope, leg: DecodeLeg | None, now: float) -> None:
         announce = envelope.body
         assert isinstance(announce, m.Announce)
-        if leg is None or leg.state is LegState.FULL or leg.request.prefill_here:
+        if leg is None or leg.state is LegState.FULL or leg.computes:
             refused = m.PullRefused(announce.request_id, announce.attempt)
             self._worker.send(envelope.sender, refused)
         else:
@@ -167,12 +174,20 @@ class DecodeRole:
             item = wanted.get(key)
             if leg.wanted.judge(item is not None, envelope.seq):
                 self._drop(leg)
-            elif item is not None and leg.last_event_seq <= envelope.heard:
-                lost = item.tokens_received < leg.reported
-                unheard_finish = leg.finish is not None and leg.reported == len(leg.output)
-                if lost or unheard_finish:
-                    self._report(leg, item.tokens_received)
+            elif item is not None:
+                self._heal(leg, dict(item.received), newer=leg.last_event_seq > envelope.heard)
         self.flush(now)
+
+    def _heal(self, leg: DecodeLeg, received: dict[int, int], *, newer: bool) -> None:
+        """Let go of branches that are wanted no longer, repeat what others have lost."""
+        for branch in leg.branches:
+            known = received.get(branch.number)
+            if known is None:
+                self._drop_branch(leg, branch)
+            elif not newer:
+                unheard_finish = branch.finish is not None
+                if known < branch.reported or unheard_finish:
+                    self._report(leg, branch, known)
 
     # --- pulling and starting ---------------------------------------------------------------
 
@@ -182,9 +197,20 @@ class DecodeRole:
             return
         if leg.pull.verified_until < leg.hand_off.num_computed_tokens:
             return
-        leg.ready_at = now
-        leg.take_hand_off(leg.hand_off)
-        self._start(leg, leg.hand_off.num_computed_tokens)
+        hand_off = leg.hand_off
+        if len(hand_off.token_ids) != len(leg.branches):
+            problem = f"hand-off for {len(hand_off.token_ids)} branches of {len(leg.branches)}"
+            self._fail_leg(leg, FailureCause.TRANSFER, problem)
+            return
+        assert leg.table is not None
+        leg.ready_at, leg.state = now, LegState.RUNNING
+        leg.table.num_sealed = len(leg.table.block_ids)
+        going_on = leg.take_first(hand_off.token_ids, hand_off.logprobs)
+        begin_decoding(self._engine, leg, self, going_on)
+        for branch in leg.branches:
+            if branch.finish is not None:
+                self._report(leg, branch, branch.reported)
+        leg.note_end()
 
     def pull_failed(self, leg: DecodeLeg, cause: FailureCause, message: str) -> None:
         """The blocks cannot be had: the leg fails, nothing unverified is used."""
@@ -199,21 +225,6 @@ class DecodeRole:
         if leg.pull.source not in self._worker.members:
             self._source_gone(leg, FailureCause.SOURCE_LOST, "the source died with blocks unread")
 
-    def _start(self, leg: DecodeLeg, num_computed_tokens: int) -> None:
-        assert leg.table is not None
-        if num_computed_tokens:
-            leg.table.num_sealed = len(leg.table.block_ids)
-        leg.state = LegState.RUNNING
-        leg.sequence = self._engine.new_sequence(
-            leg.request.spec,
-            leg.request.attempt,
-            self,
-            table=leg.table,
-            hashes=leg.hashes,
-            output_token_ids=tuple(leg.output[leg.first_own_index :]),
-            num_computed_tokens=num_computed_tokens,
-        )
-
     # --- the engine -------------------------------------------------------------------------
 
     def on_progress(self, progress: SequenceProgress, now: float) -> None:
@@ -222,12 +233,20 @@ class DecodeRole:
         leg = self.legs[(sequence.key.request_id, sequence.key.attempt)]
         if progress.token_id is None:
             return
-        self._time_first(leg, sequence, now)
+        leg.time_first(sequence, self._engine.step_started_at, now)
         self._time_step(progress, now)
-        leg.take(progress.token_id, progress.logprobs)
-        if progress.finish is not None:
-            leg.finish, leg.state = progress.finish, LegState.FINISHED
-        self._report(leg, leg.reported)
+        if sequence is leg.stem:
+            branch_off(self._engine, leg, self, leg.take_first(*first_tokens(progress)))
+            for each in leg.branches:
+                self._report(leg, each, each.reported)
+            leg.note_end()
+            return
+        branch = leg.branch(sequence.key.branch)
+        assert branch is not None
+        branch.take(progress.token_id, progress.logprobs)
+        branch.finish = progress.finish
+        leg.note_end()
+        self._report(leg, branch, branch.reported)
 
     def on_failure(self, failure: SequenceFailure, now: float) -> None:
         """The step gave nothing: the leg fails."""
@@ -235,23 +254,6 @@ class DecodeRole:
         leg = self.legs[(key.request_id, key.attempt)]
         cause = FailureCause.SHAPE if failure.is_requests_fault else FailureCause.STEP
         self._fail_leg(leg, cause, failure.message)
-
-    def _time_first(self, leg: DecodeLeg, sequence: SequenceState, now: float) -> None:
-        """Measure the wait and the first decode step, once each, on this worker's clock."""
-        started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
-        if leg.request.prefill_here and leg.prefill is None:
-            leg.prefill = m.PrefillStats(
-                started - leg.received_at,
-                now - started,
-                sequence.num_prefill_chunks,
-                sequence.recomputed_prompt_tokens,
-                sequence.num_preemptions,
-            )
-            leg.ready_at = now
-        elif leg.first_step_s is None and leg.ready_at is not None:
-            begun = self._engine.step_started_at
-            leg.decode_wait_s = max(0.0, begun - leg.ready_at)
-            leg.first_step_s = now - begun
 
     def _time_step(self, progress: SequenceProgress, now: float) -> None:
         """Smoothed duration of decode steps, for the load report; once per step."""
@@ -261,10 +263,12 @@ class DecodeRole:
             took = now - begun
             self._step_s = took if self._step_s is None else 0.9 * self._step_s + 0.1 * took
 
-    def _report(self, leg: DecodeLeg, from_index: int) -> None:
-        """Queue the leg's tokens from an output index on (and its finish) for the router."""
-        event = leg.event(from_index)
-        leg.reported = len(leg.output)
+    def _report(self, leg: DecodeLeg, branch: LegBranch, from_index: int) -> None:
+        """Queue a branch's tokens from an output index on (and its finish) for the router."""
+        if branch.dropped:
+            return
+        event = leg.event(branch, from_index)
+        branch.reported = len(branch.output)
         self._outgoing.setdefault(leg.router, []).append((leg, event))
 
     # --- time and death ---------------------------------------------------------------------
@@ -342,10 +346,20 @@ class DecodeRole:
         self.puller.stop(leg)
         if leg.state is LegState.RESERVED and leg.pull.source is not None:
             self._worker.send(leg.pull.source, m.PullRefused(*key))
-        if leg.sequence is not None:
-            self._engine.remove(leg.sequence)
-        elif leg.table is not None:
+        for sequence in leg.sequences:
+            self._engine.remove(sequence)
+        if leg.table is not None:
             self._engine.kv.free(leg.table)
+        tails, leg.tails = leg.tails, []
+        self._engine.pool.release(tails)
+
+    def _drop_branch(self, leg: DecodeLeg, branch: LegBranch) -> None:
+        """One of several branches is wanted no longer."""
+        branch.dropped = True
+        if branch.sequence is not None:
+            self._engine.remove(branch.sequence)
+        if leg.state is LegState.RUNNING:
+            leg.note_end()
 
     # --- reports ----------------------------------------------------------------------------
 
@@ -358,8 +372,9 @@ class DecodeRole:
                 Leg.DECODE,
                 leg.state,
                 0,
-                leg.reported,
+                sum(branch.reported for branch in leg.branches),
                 leg.pull.verified_until,
+                leg.computes,
             )
             for (request_id, attempt), leg in self.legs.items()
             if leg.router == router
@@ -368,9 +383,8 @@ class DecodeRole:
     def owners(self, now: float) -> Iterator[Owner]:
         """Blocks in the legs' tables."""
         for (request_id, attempt), leg in self.legs.items():
-            if leg.table is not None:
-                for block_id in leg.table.block_ids:
-                    yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
+            for block_id in leg.held_ids:
+                yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
 
     def add_load(self, load: LoadReport) -> LoadReport:
         """Reservations and the FULL line."""

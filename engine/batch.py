@@ -44,6 +44,14 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchToken:
+    """A token sampled for one branch, and its log-probabilities where wanted."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """One sequence's share of a step.
 
@@ -56,7 +64,8 @@ class ScheduledSequence:
             changed there is another object.
         sample: whether the last scheduled position's logits yield a token.
         sampling: the request's sampling parameters.
-        branch: branch number, part of the generator's key.
+        branches: the branches that a token is sampled for, each from the same logits; a number
+            is part of the generator's key.
         output_index: output position of the token to be sampled, part of the generator's key.
         known_token_ids: prompt and output so far, where sampling looks back at them; else empty.
         eos_token_ids: the ids that end the output, which ``sampling.min_tokens`` puts off.
@@ -69,7 +78,7 @@ class ScheduledSequence:
     block_table: Sequence[int]
     sample: bool
     sampling: SamplingParams
-    branch: int
+    branches: tuple[int, ...]
     output_index: int
     known_token_ids: Sequence[int] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -97,14 +106,17 @@ class RunnerOutput:
     """What a step has found, in batch order.
 
     Attributes:
-        token_ids: the sampled tokens; None where none was asked for.
+        token_ids: the sampled tokens, of a sequence of several branches the first one's; None
+            where none was asked for.
         logprobs: of the sampled tokens, None where not wanted; empty if nobody wants any.
+        further: the tokens of each sequence's branches but the first; empty if none has any.
         prompt_logprobs: of each sequence's ``prompt_targets``; empty if nobody has any.
     """
 
     token_ids: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    further: tuple[tuple[BranchToken, ...], ...] = ()
 
 
 class ModelRunner(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput
+from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput, SchedulerOutput
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from kvferry.engine.sequence import (
@@ -35,6 +35,7 @@ class Engine:
         block_size: positions per block.
         model: model name and revision, the root of every hash chain.
         clock: seconds, monotonic.
+        match_unit: tokens per value of a hash chain; divides ``block_size``, its default.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Engine:
         block_size: int,
         model: str,
         clock: Callable[[], float],
+        match_unit: int | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -54,6 +56,7 @@ class Engine:
         self.step_started_at = 0.0
         self._runner = runner
         self._model = model
+        self._match_unit = match_unit
         self.clock = clock
 
     def new_sequence(
@@ -66,6 +69,9 @@ class Engine:
         hashes: HashChain | None = None,
         output_token_ids: tuple[int, ...] = (),
         num_computed_tokens: int = 0,
+        num_cached_tokens: int = 0,
+        copies: Sequence[tuple[int, int]] = (),
+        branches: tuple[int, ...] | None = None,
         prefill_only: bool = False,
     ) -> SequenceState:
         """Make a sequence and hand it to the scheduler.
@@ -78,26 +84,46 @@ class Engine:
             hashes: the request's hash chain, when somebody has begun it.
             output_token_ids: tokens sampled elsewhere in this attempt, after the KV prompt.
             num_computed_tokens: positions that ``table`` holds.
+            num_cached_tokens: prompt positions of these that nobody computed for this request.
+            copies: block copies to make before its first step.
+            branches: whom it samples for; None: all of the request's.
             prefill_only: end when the first token is sampled.
         """
         prompt = spec.kv_prompt()
+        branches = branches if branches is not None else spec.branches
+        assert len(branches) == 1 or prefill_only, "one sequence goes on for one branch only"
         sequence = SequenceState(
-            key=SequenceKey(spec.request_id, attempt),
+            key=SequenceKey(spec.request_id, attempt, branches[0]),
             spec=spec,
             owner=owner,
             table=table if table is not None else BlockTable(self.block_size),
             hashes=hashes if hashes is not None else self.hash_chain(spec),
             token_ids=[*prompt, *output_token_ids],
+            branches=branches,
             prefill_only=prefill_only,
             num_kv_prompt=len(prompt),
             num_computed_tokens=num_computed_tokens,
+            num_cached_tokens=num_cached_tokens,
+            pending_copies=list(copies),
         )
         self.scheduler.add(sequence)
         return sequence
 
+    def fork(self, table: BlockTable, num_tokens: int, tail: int | None) -> BlockTable:
+        """A second table with the KV of the first ``num_tokens`` positions of ``table``.
+
+        It shares the full blocks; the last, partial one is copied into ``tail``, a block that
+        the caller holds, at once.
+        """
+        forked, copies = self.kv.fork(table, num_tokens, tail)
+        if copies:
+            self._runner.execute(SchedulerOutput((), tuple(copies)))
+        return forked
+
     def hash_chain(self, spec: RequestSpec) -> HashChain:
         """The request's hash chain, rooted in this engine's model and the request's salt."""
-        return HashChain(root_hash(self._model, spec.cache_salt), self.block_size)
+        root = root_hash(self._model, spec.cache_salt)
+        return HashChain(root, self.block_size, self._match_unit)
 
     @property
     def has_work(self) -> bool:

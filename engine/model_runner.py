@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvferry.engine.batch import (
+    BranchToken,
     PoisonedRows,
     RunnerOutput,
     ScheduledSequence,
@@ -129,12 +130,9 @@ class TorchModelRunner:
             self._attention_inputs(len(sequences), num_tokens),
             self.pool,
         )
-        tokens, logprobs = self._sample(sequences, hidden)
-        return RunnerOutput(tokens, logprobs, self._prompt_logprobs(sequences, hidden))
+        return self._sample(sequences, hidden)
 
-    def _sample(
-        self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
-    ) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:
+    def _sample(self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor) -> RunnerOutput:
         """Tokens in batch order, and their log-probabilities if anybody wants any.
 
         Logits are computed for the sampled rows only.
@@ -142,7 +140,7 @@ class TorchModelRunner:
         places = [place for place, seq in enumerate(sequences) if seq.sample]
         tokens: list[int | None] = [None] * len(sequences)
         if not places:
-            return tuple(tokens), ()
+            return RunnerOutput(tuple(tokens), (), self._prompt_logprobs(sequences, hidden))
         last_rows = self._cu_seqlens[1:][places] - 1
         logits = self.model.logits(hidden.index_select(0, last_rows))
         rows = [_sampling_row(sequences[place]) for place in places]
@@ -152,18 +150,14 @@ class TorchModelRunner:
             raise type(error)([places[row] for row in error.rows]) from error
         for place, token in zip(places, sampled, strict=True):
             tokens[place] = token
-        wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if not wanted:
-            return tuple(tokens), ()
-        logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
-        found = logprobs_of(
-            logits[wanted],
-            [sampled[i] for i in wanted],
-            [rows[i].sampling.logprobs or 0 for i in wanted],
-        )
-        for i, entry in zip(wanted, found, strict=True):
-            logprobs[places[i]] = entry
-        return tuple(tokens), tuple(logprobs)
+        logprobs = _logprobs(logits, sampled, rows, places, len(sequences))
+        further: list[tuple[BranchToken, ...]] = []
+        if any(len(sequences[place].branches) > 1 for place in places):
+            further = [()] * len(sequences)
+            for row, place in enumerate(places):
+                further[place] = _further(logits[row : row + 1], sequences[place])
+        prompt_logprobs = self._prompt_logprobs(sequences, hidden)
+        return RunnerOutput(tuple(tokens), logprobs, prompt_logprobs, tuple(further))
 
     def _prompt_logprobs(
         self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
@@ -255,10 +249,48 @@ class TorchModelRunner:
         self._slots.numpy()[:num_tokens] = block_ids * self.layout.block_size + offsets
 
 
-def _sampling_row(seq: ScheduledSequence) -> SamplingRow:
+def _sampling_row(seq: ScheduledSequence, place: int = 0) -> SamplingRow:
     return SamplingRow(
-        seq.sampling, seq.branch, seq.output_index, seq.known_token_ids, seq.eos_token_ids
+        seq.sampling,
+        seq.branches[place],
+        seq.output_index,
+        seq.known_token_ids,
+        seq.eos_token_ids,
     )
+
+
+def _logprobs(
+    logits: torch.Tensor,
+    sampled: Sequence[int],
+    rows: Sequence[SamplingRow],
+    places: Sequence[int],
+    num_sequences: int,
+) -> tuple[TokenLogprobs | None, ...]:
+    """Those of the sampled tokens, by place in the batch; empty if nobody wants any."""
+    wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+    if not wanted:
+        return ()
+    logprobs: list[TokenLogprobs | None] = [None] * num_sequences
+    found = logprobs_of(
+        logits[wanted],
+        [sampled[i] for i in wanted],
+        [rows[i].sampling.logprobs or 0 for i in wanted],
+    )
+    for i, entry in zip(wanted, found, strict=True):
+        logprobs[places[i]] = entry
+    return tuple(logprobs)
+
+
+def _further(logits: torch.Tensor, seq: ScheduledSequence) -> tuple[BranchToken, ...]:
+    """The tokens of a sequence's branches but the first. ``logits``: [1, vocab_size]"""
+    rows = [_sampling_row(seq, place) for place in range(1, len(seq.branches))]
+    if not rows:
+        return ()
+    spread = logits.expand(len(rows), -1)
+    tokens = sample(spread, rows)  # what makes it raise has raised for the first branch
+    places = range(len(rows))
+    logprobs = _logprobs(spread, tokens, rows, places, len(rows)) or (None,) * len(rows)
+    return tuple(map(BranchToken, tokens, logprobs))
 
 
 def pool_bytes(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:

@@ -13,6 +13,9 @@ from kvferry.kv_cache.errors import KVFerryError
 
 RequestId = NewType("RequestId", str)
 
+MAX_BRANCHES = 64
+"""Outputs that one request may ask for."""
+
 
 class Attempt(NamedTuple):
     """Which try of a request: attempts order by (router epoch, number)."""
@@ -115,11 +118,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request as every worker sees it: a common prefix and one suffix per branch.
+    """One attempt's work as every worker sees it: a common prefix and one suffix per branch.
 
     Attributes:
         request_id: 128 random bits in hex, made by the front door.
         prompt_token_ids: the user's prompt, common to all branches.
+        branches: numbers of the branches that are to be continued, ascending; a number is part
+            of the generator's key.
         suffixes: per branch, the output tokens already delivered to the client. They stay output
             for every limit and index; only the KV cache treats them as prompt.
         sampling: sampling parameters, seed included.
@@ -135,7 +140,23 @@ class RequestSpec:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 1 << 30
     cache_salt: str = ""
+    branches: tuple[int, ...] = (0,)
 
-    def kv_prompt(self, branch: int = 0) -> tuple[int, ...]:
-        """Tokens whose KV must exist before the next token of ``branch`` can be sampled."""
-        return self.prompt_token_ids + self.suffixes[branch]
+    @property
+    def num_branches(self) -> int:
+        """Branches that are to be continued."""
+        return len(self.branches)
+
+    def kv_prompt(self) -> tuple[int, ...]:
+        """Tokens whose KV is computed and moved once, for all branches.
+
+        Of a single branch its suffix too. Of several the prompt: each computes its own suffix
+        where it decodes.
+        """
+        if len(self.suffixes) == 1:
+            return self.prompt_token_ids + self.suffixes[0]
+        return self.prompt_token_ids
+
+    def own_suffix(self, place: int) -> tuple[int, ...]:
+        """What the branch at ``place`` of ``branches`` has beyond ``kv_prompt``."""
+        return self.suffixes[place] if len(self.suffixes) > 1 else ()

@@ -11,7 +11,8 @@ Each step:
     the running list, so a step cannot loop.
  2. If nobody was preempted, waiting sequences are admitted in order of arrival while their whole
     known length fits beside what running ones still need for theirs, above the watermark (the
-    share kept free so that running ones can grow).
+    share kept free so that running ones can grow). Each begins with the KV that is here already
+    (``engine.prefix_reuse``); one whose next block another is computing is passed over.
     The first that does not fit stops the line: a large one is not starved by small ones.
     Sequences that came with computed blocks and found every seat taken stand first in line, for
     their blocks come back only when they run.
@@ -27,6 +28,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.prefix_reuse import PrefixReuse
 from kvferry.engine.sequence import SequenceKey, SequenceProgress, SequenceState, SequenceStatus
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.block_table import KVCacheManager
@@ -63,6 +65,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
         self._kv = kv
+        self._reuse = PrefixReuse(kv)
         self._arrivals = 0
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -94,6 +97,7 @@ class Scheduler:
             return
         del self.sequences[sequence.key]
         self._leave_line(sequence)
+        self._reuse.stop(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._kv.free(sequence.table)
 
@@ -149,6 +153,7 @@ class Scheduler:
             count = len(share.token_ids)
             if result.prompt_logprobs:
                 sequence.add_prompt_logprobs(share.start + 1, result.prompt_logprobs[place])
+            self._kv.copies_made(sequence.table)
             _count_computed(sequence, count)
             finish: Finish | None = None
             if token_id is not None:
@@ -161,9 +166,17 @@ class Scheduler:
                 sequence.hashes,
                 include_partial=sequence.prefill_only and token_id is not None,
             )
+            if sequence.reused:
+                sealed = [*sequence.reused, *sealed]
+                sequence.reused.clear()
+            if sequence.computing and token_id is not None:
+                self._reuse.stop(sequence)
             logprobs = result.logprobs[place] if result.logprobs else None
+            further = result.further[place] if result.further else ()
             progress.append(
-                SequenceProgress(sequence, count, token_id, finish, tuple(sealed), logprobs)
+                SequenceProgress(
+                    sequence, count, token_id, finish, tuple(sealed), logprobs, further
+                )
             )
         return progress
 
@@ -214,6 +227,7 @@ class Scheduler:
 
     def _preempt(self, victim: SequenceState) -> None:
         self._leave_line(victim)
+        self._reuse.stop(victim)
         self._kv.free(victim.table)
         victim.pending_copies.clear()
         victim.num_computed_tokens = 0
@@ -225,19 +239,29 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[SequenceState, int]]:
         admitted = []
         promised = self._promised_blocks()
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
-            whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
+        place = 0  # of the next one to look at: those before it wait for another's block
+        while place < len(self.waiting) and budget and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[place]
             spare = self.watermark_blocks + promised if self.running else 0
-            if whole and whole + spare > self._kv.pool.num_free:
+            if sequence.table.block_ids:
+                whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
+                available = self._kv.pool.num_free
+            else:
+                beginning = self._reuse.find(sequence)
+                whole, available = beginning.num_blocks, beginning.num_available
+                if self._reuse.must_wait(sequence, beginning):
+                    place += 1
+                    continue
+            if whole and whole + spare > available:
                 break
+            if not sequence.table.block_ids:
+                self._reuse.begin(sequence, beginning)
             count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
             computed = sequence.num_computed_tokens
             copies = self._kv.allocate(sequence.table, computed, computed + count)
-            if copies is None:
-                break
+            assert copies is not None, "what was found to fit does not"
             sequence.pending_copies.extend(copies)
-            self.waiting.pop(0)
+            self.waiting.pop(place)
             sequence.status = SequenceStatus.RUNNING
             insort(self.running, sequence, key=_arrival)
             promised += self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
@@ -267,7 +291,7 @@ def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
         block_table=sequence.table.block_ids,
         sample=start + count == len(sequence.token_ids),
         sampling=sampling,
-        branch=sequence.key.branch,
+        branches=sequence.branches,
         output_index=sequence.num_output_tokens,
         known_token_ids=sequence.token_ids if sampling.looks_back else (),
         eos_token_ids=sequence.spec.eos_token_ids,

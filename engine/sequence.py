@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.batch import BranchToken, TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import BlockTable, SealedBlock
-from kvferry.kv_cache.hashing import HashChain
+from kvferry.kv_cache.hashing import BlockHash, HashChain
 
 
 class SequenceKey(NamedTuple):
@@ -32,7 +32,12 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """What one step did for one sequence; ``logprobs`` are those of ``token_id``, if wanted."""
+    """What one step did for one sequence.
+
+    Attributes:
+        token_id, logprobs: the sampled token, of its first branch, and what is wanted of it.
+        further: the tokens of its other branches.
+    """
 
     sequence: SequenceState
     num_computed: int
@@ -40,6 +45,7 @@ class SequenceProgress:
     finish: Finish | None
     sealed: tuple[SealedBlock, ...]
     logprobs: TokenLogprobs | None = None
+    further: tuple[BranchToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,17 @@ class SequenceState:
     """Tokens, of which ``num_computed_tokens`` have KV; the token just sampled has none yet.
 
     Attributes:
-        spec: the request; ``spec.kv_prompt(branch)`` are the first ``num_kv_prompt`` tokens.
+        spec: the request; ``spec.kv_prompt()`` are the first ``num_kv_prompt`` tokens.
+        branches: whom its first token is sampled for; several only if it is ``prefill_only``.
         prefill_only: ends when its first token is sampled; that token has no KV here.
         token_ids: prompt, delivered and newly sampled tokens, from position 0.
         max_computed_tokens: most positions that ever had KV here; what is computed below it
             again is recomputation.
         recomputed_prompt_tokens: prompt positions computed again after preemption.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
+        num_cached_tokens: prompt positions whose KV was here when it was first admitted.
+        reused: whole blocks that it began with; its owner hears of them with its first step.
+        computing: chain values of whole blocks that it is about to compute, for who waits for them.
         arrival: order of arrival at this engine; the highest is the newest.
     """
 
@@ -86,6 +96,7 @@ class SequenceState:
     table: BlockTable
     hashes: HashChain
     token_ids: list[int]
+    branches: tuple[int, ...] = (0,)
     prefill_only: bool = False
     num_kv_prompt: int = 0
     num_computed_tokens: int = 0
@@ -99,6 +110,9 @@ class SequenceState:
     first_scheduled_at: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pending_copies: list[tuple[int, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    reused: list[SealedBlock] = field(default_factory=list)
+    computing: list[BlockHash] = field(default_factory=list)
 
     @property
     def num_output_tokens(self) -> int:

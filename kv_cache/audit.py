@@ -1,18 +1,19 @@
 """The audit: every block accounted for, from its owners.
 
-Walks the owners that hold blocks (request tables, running reads, leases) and rebuilds who owns
-what; each block counts once, under its strongest owner:
+Walks the owners that hold blocks (request tables, running reads, leases, the prefix index) and
+rebuilds who owns what; each block counts once, under its strongest owner:
 
     referenced > in transfer > pinned > cached > free,   or quarantined
 
 The class counts come from the owners alone. The pool's own state is then held against them:
-a block nobody owns must be on the free list (else it leaked), an owned one must not be.
+a block nobody owns must be free to take (else it leaked), an owned one must not be; what only the
+index leads to must be kept as cached, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -134,26 +135,41 @@ def _classify(held: list[Owner], quarantined: bool) -> BlockClass:
 
 def _problems(pool: BlockPool, block_id: int, held: list[Owner]) -> list[str]:
     block = pool.blocks[block_id]
-    free = pool.is_free(block_id)
-    if not held and not free and not block.quarantined:
+    free, cached = pool.is_free(block_id), pool.is_cached(block_id)
+    holders = [owner for owner in held if owner.kind is not OwnerKind.INDEX]
+    found = len(holders) < len(held)
+    if not holders and not free and not block.quarantined:
         return [f"block {block_id} leaked: no owner, yet not free ({_counts(block_id, pool)})"]
-    if held and free:
-        names = ", ".join(_name(owner) for owner in held)
+    if holders and free:
+        names = ", ".join(_name(owner) for owner in holders)
         return [f"block {block_id} freed too often: on the free list, yet held by {names}"]
+    if found and block.quarantined:
+        return [f"block {block_id} is quarantined, yet the index leads to it"]
+    if free and found != cached:
+        leads = (
+            "leads to it, yet it is not kept" if found else "does not lead to it, yet it is kept"
+        )
+        return [f"block {block_id}: the index {leads} as cached"]
     if free and block.quarantined:
         return [f"block {block_id} is quarantined, yet on the free list"]
     kinds = Counter(owner.kind for owner in held)
-    found = []
+    problems = []
     for label, counted, kind in (
         ("references", block.ref_count, OwnerKind.REQUEST),
         ("pins", block.num_pins, OwnerKind.READER),
         ("transfers", block.num_transfers, OwnerKind.WRITER),
     ):
         if counted != kinds[kind]:
-            found.append(
+            problems.append(
                 f"block {block_id}: the pool counts {counted} {label}, its owners are {kinds[kind]}"
             )
-    return found
+    return problems
+
+
+def index_owners(pool: BlockPool) -> Iterator[Owner]:
+    """The prefix index as an owner of every block that it leads to."""
+    for block_id in pool.index if pool.index is not None else ():
+        yield Owner(OwnerKind.INDEX, block_id, "")
 
 
 def _counts(block_id: int, pool: BlockPool) -> str:
@@ -166,4 +182,6 @@ def _counts(block_id: int, pool: BlockPool) -> str:
 
 def _name(owner: Owner) -> str:
     peer = f" for {owner.peer}" if owner.peer else ""
+    if owner.kind is OwnerKind.INDEX:
+        return "the prefix index"
     return f"{owner.kind.value} {owner.request_id or '?'}#{owner.attempt}{peer}"

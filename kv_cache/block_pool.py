@@ -1,19 +1,22 @@
 """The block pool: every block of one worker, who owns it, and which life it is in.
 
-A block is free only when no owner is left: no request table references it, no lease pins it and
-no running read moves bytes into it. Every allocation raises the block's **generation**; whoever
-names an old one is stale. The pool decides and counts; it does not know where the bytes lie.
+A block can be taken only when no owner is left: no request table references it, no lease pins it
+and no running read moves bytes into it. One that the prefix index leads to keeps its content
+meanwhile (**cached**): those are taken last, the least recently used first. Every allocation raises
+the block's **generation**; whoever names an old one is stale. The pool decides and counts; it does
+not know where the bytes lie.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.kv_cache.errors import KVFerryError
-from kvferry.kv_cache.hashing import BlockHash
+from kvferry.kv_cache.hashing import BlockHash, Mark
+from kvferry.kv_cache.prefix_index import PrefixIndex
 
 
 class BlockAccountingError(KVFerryError):
@@ -63,22 +66,32 @@ class KVCacheBlock:
 
 
 class BlockPool:
-    """Free list in eviction order (least recently freed first), and the owners' counts.
+    """Free list, cached blocks in eviction order, and the owners' counts.
 
     Args:
         num_blocks: blocks in the pool.
         raise_word: called with (block id, generation) before anyone may write the block's next
             life, to publish the generation where readers in other processes see it.
+        index: where sealed blocks are entered, so that they can be found again; None: nowhere.
+
+    Attributes:
+        num_evictions: cached blocks taken for something else.
     """
 
     def __init__(
-        self, num_blocks: int, raise_word: Callable[[int, int], None] | None = None
+        self,
+        num_blocks: int,
+        raise_word: Callable[[int, int], None] | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, wanted at least 1")
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self._raise_word = raise_word
+        self.index = index
+        self.num_evictions = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_blocks(self) -> int:
@@ -87,32 +100,51 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without any owner."""
-        return len(self._free)
+        """Blocks that can be taken: without any owner, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix index holds."""
+        return len(self._cached)
 
     def is_free(self, block_id: int) -> bool:
-        """Whether the block is on the free list."""
-        return block_id in self._free
+        """Whether the block can be taken, its content forgotten."""
+        return block_id in self._free or block_id in self._cached
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether only the prefix index holds the block."""
+        return block_id in self._cached
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, OPEN, each with one reference and a new generation.
 
         All or nothing: raises OutOfBlocks and takes none when fewer are free.
         """
-        if count > len(self._free):
-            raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
+        taken = [self._take() for _ in range(count)]
         for block_id in taken:
             block = self.blocks[block_id]
             self._raise_generation(block)
             block.ref_count = 1
         return taken
 
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popitem(last=False)[0]
+        block_id, _ = self._cached.popitem(last=False)
+        self._forget(block_id)
+        self.blocks[block_id].state = BlockState.FREE
+        self.num_evictions += 1
+        return block_id
+
     def share(self, block_id: int) -> None:
         """Add a reference to a sealed block; an open one belongs to its only writer."""
         block = self.blocks[block_id]
         if block.state is not BlockState.SEALED:
             raise BlockAccountingError(f"block {block_id} is shared while {block.state.value}")
+        self._cached.pop(block_id, None)
         block.ref_count += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -129,6 +161,7 @@ class BlockPool:
         block = self.blocks[block_id]
         if block.state is not BlockState.SEALED:
             raise BlockAccountingError(f"block {block_id} is pinned while {block.state.value}")
+        self._cached.pop(block_id, None)
         block.num_pins += 1
 
     def unpin(self, block_id: int) -> None:
@@ -154,8 +187,17 @@ class BlockPool:
         block.num_transfers -= 1
         self._free_if_unowned(block)
 
-    def seal(self, block_id: int, num_tokens: int, block_hash: BlockHash | None = None) -> None:
-        """The step or read that filled the block has completed; it is not written again."""
+    def seal(
+        self,
+        block_id: int,
+        num_tokens: int,
+        block_hash: BlockHash | None = None,
+        marks: Sequence[Mark] = (),
+    ) -> None:
+        """The step or read that filled the block has completed; it is not written again.
+
+        It can be found from now on under those of ``marks`` that no other block is found under.
+        """
         block = self.blocks[block_id]
         if block.state is not BlockState.OPEN:
             raise BlockAccountingError(f"block {block_id} is sealed while {block.state.value}")
@@ -164,14 +206,23 @@ class BlockPool:
         block.state = BlockState.SEALED
         block.num_tokens = num_tokens
         block.block_hash = block_hash
+        if self.index is not None and marks and not block.quarantined:
+            self.index.add(block_id, marks)
 
-    def can_reopen(self, block_id: int) -> bool:
-        """Whether one reference is all that keeps the block, so that dropping it frees the block
-        and appending to it, once sealed, disturbs nobody. Never of a quarantined block.
+    def is_held_once(self, block_id: int) -> bool:
+        """Whether one reference is all that keeps the block, so that dropping it gives the block
+        back. Never of a quarantined block.
         """
         block = self.blocks[block_id]
         alone = block.ref_count == 1 and not block.num_pins and not block.num_transfers
         return alone and not block.quarantined
+
+    def can_reopen(self, block_id: int) -> bool:
+        """Whether appending to the block, once sealed, disturbs nobody: it is held once, and
+        nobody can find it.
+        """
+        found = self.index is not None and block_id in self.index
+        return self.is_held_once(block_id) and not found
 
     def reopen(self, block_id: int) -> None:
         """Begin a new life of a sealed block with its content kept, to append to it."""
@@ -185,7 +236,9 @@ class BlockPool:
     def quarantine(self, block_id: int) -> None:
         """Never use the block again in this process: a read into it may still be running."""
         self.blocks[block_id].quarantined = True
+        self._forget(block_id)
         self._free.pop(block_id, None)
+        self._cached.pop(block_id, None)
 
     def _raise_generation(self, block: KVCacheBlock) -> None:
         block.generation += 1
@@ -198,5 +251,22 @@ class BlockPool:
     def _free_if_unowned(self, block: KVCacheBlock) -> None:
         if block.is_owned or block.quarantined:
             return
+        if self.index is not None and block.block_id in self.index:
+            self._cached[block.block_id] = None
+            return
         block.state = BlockState.FREE
         self._free[block.block_id] = None
+
+    def _forget(self, block_id: int) -> None:
+        """Nobody finds the block any longer."""
+        if self.index is not None:
+            self.index.drop(block_id)
+
+    def clear_cache(self) -> int:
+        """Forget every cached block; returns how many. Blocks with an owner stay found."""
+        count = len(self._cached)
+        while self._cached:
+            block_id, _ = self._cached.popitem(last=False)
+            self._forget(block_id)
+            self._free_if_unowned(self.blocks[block_id])
+        return count

@@ -1,6 +1,7 @@
 """Block tables: which block holds which position of a sequence, and how tables grow.
 
-``BlockTable`` is one sequence's map; ``KVCacheManager`` grows and frees tables out of a pool.
+``BlockTable`` is one sequence's map; ``KVCacheManager`` grows and frees tables out of a pool, and
+begins them with blocks that the prefix index finds.
 Neither touches bytes: block copies are returned as (source, target) pairs for others to make.
 """
 
@@ -25,6 +26,13 @@ class BlockTable:
     block_size: int
     block_ids: list[int] = field(default_factory=list)
     num_sealed: int = 0
+    copied_from: list[int] = field(default_factory=list)
+    """Sources of copies that have not been made yet, kept from being written meanwhile."""
+
+    @property
+    def held_ids(self) -> list[int]:
+        """Every block that the table refers to."""
+        return [*self.block_ids, *self.copied_from] if self.copied_from else self.block_ids
 
     @property
     def capacity(self) -> int:
@@ -50,12 +58,89 @@ class SealedBlock:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """KV that is here already: the blocks, and how many leading tokens they hold."""
+
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
 class KVCacheManager:
-    """Grows, seals and frees block tables out of one pool."""
+    """Begins, grows, seals and frees block tables out of one pool.
+
+    Attributes:
+        num_copies: blocks copied because a sequence wrote where others read.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.num_copies = 0
+
+    def find_prefix(
+        self, hashes: HashChain, token_ids: Sequence[int], num_tokens: int | None = None
+    ) -> Prefix:
+        """The longest part of the first ``num_tokens`` tokens (None: all) whose KV is here.
+
+        It ends at a match unit, or at the last token. Nobody owns it yet: ``adopt`` it before
+        anything is allocated.
+        """
+        index = self.pool.index
+        if index is None:
+            return Prefix()
+        length = len(token_ids) if num_tokens is None else num_tokens
+        block_ids: list[int] = []
+        found = 0
+        while found < length:
+            end = min(found + hashes.unit, length)
+            entry = index.find(hashes.value_at(end, token_ids))
+            if entry is None:
+                break
+            del block_ids[(end - 1) // self.block_size :]  # a fuller one of the same place
+            block_ids.append(entry.block_id)
+            found = end
+        return Prefix(tuple(block_ids), found)
+
+    def num_cached(self, prefix: Prefix) -> int:
+        """Blocks of a prefix that adopting it takes out of those that are free to take."""
+        return sum(self.pool.is_cached(block_id) for block_id in prefix.block_ids)
+
+    def without_last_block(self, prefix: Prefix) -> Prefix:
+        """A prefix less what its last block holds."""
+        kept = prefix.block_ids[:-1]
+        return Prefix(kept, len(kept) * self.block_size)
+
+    def adopt(self, table: BlockTable, prefix: Prefix) -> None:
+        """Begin an empty table with a prefix, which it shares."""
+        assert not table.block_ids, "only an empty table can begin with a prefix"
+        for block_id in prefix.block_ids:
+            self.pool.share(block_id)
+        table.block_ids = list(prefix.block_ids)
+        table.num_sealed = len(prefix.block_ids)
+
+    def fork(
+        self, table: BlockTable, num_tokens: int, tail: int | None
+    ) -> tuple[BlockTable, list[tuple[int, int]]]:
+        """A second table with the first ``num_tokens`` positions of a table, all of them sealed.
+
+        Full blocks are shared. Where the last block is partial, ``tail``, an open block that the
+        caller has allocated, takes its place and its reference passes to the new table.
+
+        Returns:
+            the table, and the (source, target) copies to make before either is written.
+        """
+        whole, partial = divmod(num_tokens, self.block_size)
+        assert table.num_sealed >= whole + bool(partial), "what is forked is still written"
+        assert (tail is not None) == bool(partial), "a tail is for a partial block"
+        for block_id in table.block_ids[:whole]:
+            self.pool.share(block_id)
+        forked = BlockTable(self.block_size, table.block_ids[:whole], whole)
+        if tail is None:
+            return forked, []
+        forked.block_ids.append(tail)
+        self.num_copies += 1
+        return forked, [(table.block_ids[whole], tail)]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` positions."""
@@ -79,6 +164,7 @@ class KVCacheManager:
 
         Returns:
             (source, target) block copies to make before the write; None when too few are free.
+            The table holds the sources until ``copies_made``.
         """
         needed = self.blocks_needed(table, num_tokens + num_lookahead_tokens)
         index = num_computed_tokens // self.block_size
@@ -98,13 +184,20 @@ class KVCacheManager:
             source, target = table.block_ids[index], fresh.pop()
             table.block_ids = [*table.block_ids[:index], target, *table.block_ids[index + 1 :]]
             copies.append((source, target))
-            self.pool.release([source])
+            self.num_copies += 1
+            table.copied_from.append(source)
         elif appends:
             self.pool.reopen(table.block_ids[index])
         if appends:
             table.num_sealed = min(table.num_sealed, index)
         table.block_ids.extend(fresh)
         return copies
+
+    def copies_made(self, table: BlockTable) -> None:
+        """The copies that ``allocate`` asked for have been made: their sources are let go of."""
+        if table.copied_from:
+            sources, table.copied_from = table.copied_from, []
+            self.pool.release(sources)
 
     def seal(
         self,
@@ -129,18 +222,18 @@ class KVCacheManager:
             if filled < self.block_size and not include_partial:
                 break
             block_id = table.block_ids[index]
-            block_hash = hashes.at(index, token_ids, num_computed_tokens)
-            self.pool.seal(block_id, filled, block_hash)
+            marks = hashes.marks(index, start + filled, token_ids)
+            self.pool.seal(block_id, filled, marks[-1].value, marks)
             table.num_sealed += 1
             sealed.append(SealedBlock(start, block_id, filled))
         return sealed
 
     def has_freeable_block(self, table: BlockTable) -> bool:
         """Whether freeing the table would give at least one block back now."""
-        return any(self.pool.can_reopen(block_id) for block_id in table.block_ids)
+        return any(self.pool.is_held_once(block_id) for block_id in table.held_ids)
 
     def free(self, table: BlockTable) -> None:
         """Give back the table's references; a freed table is empty, so twice is harmless."""
-        block_ids, table.block_ids = table.block_ids, []
+        block_ids, table.block_ids, table.copied_from = table.held_ids, [], []
         table.num_sealed = 0
         self.pool.release(block_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -39,18 +39,39 @@ def block_hash(previous: BlockHash, token_ids: Sequence[int], extra: bytes = b""
     return BlockHash(digest.digest())
 
 
-class HashChain:
-    """The block hashes of one token sequence, computed once per full block.
+class Mark(NamedTuple):
+    """A chain value inside a block: the content of its first ``num_tokens`` slots."""
 
-    Invariant: ``full[i]`` is the hash of block ``i`` over the tokens first shown for it.
+    value: BlockHash
+    num_tokens: int
+
+
+class HashChain:
+    """The chain values of one token sequence, one per match unit, each computed once.
+
+    The identity of a block is the value at its last position, so pools of other block sizes have
+    the same chain. Invariant: ``values[i]`` covers the tokens before ``(i + 1) * unit`` as they
+    were first shown.
+
+    Args:
+        root: the value before the first token.
+        block_size: positions per block.
+        unit: tokens per value; divides ``block_size``, which it is by default.
+        extra: opaque, covered by every value.
     """
 
-    __slots__ = ("_block_size", "_root", "full")
+    __slots__ = ("_block_size", "_extra", "_root", "unit", "values")
 
-    def __init__(self, root: BlockHash, block_size: int) -> None:
+    def __init__(
+        self, root: BlockHash, block_size: int, unit: int | None = None, extra: bytes = b""
+    ) -> None:
         self._root = root
         self._block_size = block_size
-        self.full: list[BlockHash] = []
+        self._extra = extra
+        self.unit = block_size if unit is None else unit
+        if self.unit < 1 or block_size % self.unit:
+            raise ValueError(f"unit is {unit}, wanted a divisor of the block size {block_size}")
+        self.values: list[BlockHash] = []
 
     def at(
         self, block_index: int, token_ids: Sequence[int], num_tokens: int | None = None
@@ -63,18 +84,31 @@ class HashChain:
                 fewer than were shown before.
             num_tokens: look at so many of them only; None for all.
         """
-        size = self._block_size
         length = len(token_ids) if num_tokens is None else num_tokens
-        num_full = length // size
-        while len(self.full) < min(block_index + 1, num_full):
-            start = len(self.full) * size
-            previous = self._before(len(self.full))
-            self.full.append(block_hash(previous, token_ids[start : start + size]))
-        if block_index < num_full:
-            return self.full[block_index]
-        if block_index * size >= length:
+        start = block_index * self._block_size
+        if start >= length:
             raise IndexError(f"block {block_index} starts past the end ({length} tokens)")
-        return block_hash(self._before(block_index), token_ids[block_index * size : length])
+        return self.value_at(min(start + self._block_size, length), token_ids)
 
-    def _before(self, block_index: int) -> BlockHash:
-        return self.full[block_index - 1] if block_index else self._root
+    def value_at(self, end: int, token_ids: Sequence[int]) -> BlockHash:
+        """The chain value of the first ``end`` (at least 1) of ``token_ids``."""
+        unit = self.unit
+        while len(self.values) < end // unit:
+            begin = len(self.values) * unit
+            tokens = token_ids[begin : begin + unit]
+            self.values.append(block_hash(self._before(len(self.values)), tokens, self._extra))
+        whole, rest = divmod(end, unit)
+        if not rest:
+            return self.values[whole - 1]
+        return block_hash(self._before(whole), token_ids[whole * unit : end], self._extra)
+
+    def marks(self, block_index: int, end: int, token_ids: Sequence[int]) -> list[Mark]:
+        """Values inside block ``block_index``, filled up to position ``end``: of each unit, and of
+        the last position.
+        """
+        start = block_index * self._block_size
+        ends = [*range(start + self.unit, end, self.unit), end]
+        return [Mark(self.value_at(at, token_ids), at - start) for at in ends]
+
+    def _before(self, unit_index: int) -> BlockHash:
+        return self.values[unit_index - 1] if unit_index else self._root

@@ -17,6 +17,7 @@ from kvferry.worker.messages import (
     NodeRef,
     PrefillDone,
     PrefillRequest,
+    Received,
 )
 from kvferry.worker.wanted import WantedMark
 
@@ -50,6 +51,20 @@ class PrefillJob:
     done: PrefillDone | None = None
     done_seq: int = 0
     reader_done: bool = False
+
+    def unheard(self, received: tuple[Received, ...], heard: int) -> PrefillDone | None:
+        """The answer, if a router that has ``heard`` so far lacks a first token of it."""
+        lacks = self.done_seq <= heard and self._lacks_first(received)
+        return self.done if lacks else None
+
+    def _lacks_first(self, received: tuple[Received, ...]) -> bool:
+        spec = self.request.spec
+        wanted = {
+            number: len(suffix) + 1
+            for place, (number, suffix) in enumerate(zip(spec.branches, spec.suffixes, strict=True))
+            if not spec.own_suffix(place)
+        }
+        return any(num_tokens < wanted.get(branch, 0) for branch, num_tokens in received)
 
     @property
     def next_position(self) -> int:

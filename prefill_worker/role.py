@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.first_tokens import first_tokens, goes_on
 from kvferry.engine.request import Attempt, RequestId
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress
 from kvferry.kv_cache.audit import Owner, OwnerKind
@@ -108,10 +109,8 @@ class PrefillRole:
             item = wanted.get(key)
             if job.wanted.judge(item is not None, envelope.seq):
                 self._drop(job)
-            elif item is not None and job.done is not None:
-                delivered = len(job.request.spec.suffixes[0]) + len(job.done.token_ids)
-                if item.tokens_received < delivered and job.done_seq <= envelope.heard:
-                    job.done_seq = self._worker.send(job.router, job.done)
+            elif item is not None and (done := job.unheard(item.received, envelope.heard)):
+                job.done_seq = self._worker.send(job.router, done)
 
     def _acknowledged(self, reader: NodeRef, ack: m.Acknowledge, now: float) -> None:
         job = self._job_read_by(reader, ack.request_id, ack.attempt)
@@ -153,14 +152,15 @@ class PrefillRole:
         fresh = [self._announceable(job, block, now) for block in progress.sealed]
         blocks = tuple(block for block in fresh if block is not None)
         if progress.token_id is not None:
-            if progress.finish is None:
+            token_ids, logprobs = first_tokens(progress)
+            if goes_on(sequence.spec, token_ids):
                 job.hand_off = m.HandOff(
-                    (progress.token_id,),
+                    token_ids,
                     sequence.num_computed_tokens,
-                    _wanted(progress.logprobs),
+                    logprobs,
                     tuple(sequence.prompt_logprobs),
                 )
-            self._finish_prefill(job, progress.token_id, _wanted(progress.logprobs), now)
+            self._finish_prefill(job, token_ids, logprobs, now)
         if blocks or job.hand_off is not None:
             self._announce(job, blocks, now)
 
@@ -192,7 +192,11 @@ class PrefillRole:
         return announced
 
     def _finish_prefill(
-        self, job: PrefillJob, token_id: int, logprobs: tuple[TokenLogprobs, ...], now: float
+        self,
+        job: PrefillJob,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        now: float,
     ) -> None:
         sequence = job.sequence
         started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
@@ -200,13 +204,14 @@ class PrefillRole:
         job.done = m.PrefillDone(
             job.request.spec.request_id,
             job.request.attempt,
-            (token_id,),
+            token_ids,
             m.PrefillStats(
                 started - job.received_at,
                 prefill_s,
                 sequence.num_prefill_chunks,
                 sequence.recomputed_prompt_tokens,
                 sequence.num_preemptions,
+                sequence.num_cached_tokens,
             ),
             logprobs,
             tuple(sequence.prompt_logprobs),
@@ -317,7 +322,7 @@ class PrefillRole:
     def owners(self, now: float) -> Iterator[Owner]:
         """Blocks in the jobs' tables, and blocks pinned by leases."""
         for (request_id, attempt), job in self.jobs.items():
-            for block_id in job.sequence.table.block_ids:
+            for block_id in job.sequence.table.held_ids:
                 yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
         for lease, _, block_id in self.leases:
             yield Owner(
@@ -332,7 +337,3 @@ class PrefillRole:
     def add_load(self, load: LoadReport) -> LoadReport:
         """Measured prefill speed."""
         return replace(load, prefill_tokens_per_s=self._speed)
-
-
-def _wanted(logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs, ...]:
-    return () if logprobs is None else (logprobs,)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvferry.cluster.routed_request import RequestEnd, RoutedRequest, StopMatch
 from kvferry.cluster.token_run import TokenRun
 from kvferry.engine.batch import (
+    BranchToken,
     RunnerOutput,
     ScheduledSequence,
     SchedulerOutput,
@@ -22,6 +23,7 @@ from kvferry.engine.batch import (
 )
 from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress
+from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
 STUB_VOCAB = 997
@@ -46,13 +48,20 @@ def stub_next(values: Sequence[int] | NDArray[np.int64]) -> int:
     return total % STUB_VOCAB
 
 
-def stub_output(prompt: Sequence[int], num_tokens: int, shift: int = 0) -> list[int]:
+def stub_output(
+    prompt: Sequence[int], num_tokens: int, shift: int = 0, branch: int = 0
+) -> list[int]:
     """What the stub model answers to a prompt; ``shift`` perturbs its logits."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         token = stub_next([stub_value(t, p) for p, t in enumerate(tokens)])
-        tokens.append((token + shift) % STUB_VOCAB)
+        tokens.append(stub_branch((token + shift) % STUB_VOCAB, branch))
     return tokens[len(prompt) :]
+
+
+def stub_branch(token_id: int, branch: int) -> int:
+    """What a branch makes of the likeliest token, so that one in another's place shows."""
+    return (token_id + 13 * branch) % STUB_VOCAB
 
 
 def stub_logprobs(token_id: int, position: int) -> TokenLogprobs:
@@ -87,20 +96,27 @@ class StubRunner:
         slots = self.blocks.view(np.int64)  # [num_blocks, block_size]
         for source, target in output.copies:
             slots[target] = slots[source]
-        tokens = tuple(self._compute(slots, s) for s in output.sequences)
+        sampled = [self._sample(slots, share) for share in output.sequences]
         return RunnerOutput(
-            tokens,
-            tuple(
-                stub_logprobs(token, share.start + len(share.token_ids))
-                if token is not None and share.sampling.logprobs is not None
-                else None
-                for token, share in zip(tokens, output.sequences, strict=True)
-            ),
+            tuple(tokens[0].token_id if tokens else None for tokens in sampled),
+            tuple(tokens[0].logprobs if tokens else None for tokens in sampled),
             tuple(
                 tuple(stub_logprobs(t, p) for p, t in enumerate(s.prompt_targets, s.start + 1))
                 for s in output.sequences
             ),
+            tuple(tokens[1:] for tokens in sampled),
         )
+
+    def _sample(
+        self, slots: NDArray[np.int64], share: ScheduledSequence
+    ) -> tuple[BranchToken, ...]:
+        token = self._compute(slots, share)
+        if token is None:
+            return ()
+        end = share.start + len(share.token_ids)
+        wanted = share.sampling.logprobs is not None
+        tokens = [stub_branch(token, branch) for branch in share.branches]
+        return tuple(BranchToken(t, stub_logprobs(t, end) if wanted else None) for t in tokens)
 
     def _compute(self, slots: NDArray[np.int64], share: ScheduledSequence) -> int | None:
         if self.forbid_prompt and len(share.token_ids) > 1:
@@ -127,21 +143,38 @@ class FakeClock:
 
 @dataclass
 class RecordingListener:
-    """A request's listener that keeps everything, and insists on contiguous indexes."""
+    """A request's listener that keeps everything, and insists on contiguous indexes.
 
-    tokens: list[int] = field(default_factory=list)
+    ``tokens`` and what else names no branch is the first one's.
+    """
+
+    branches: dict[int, list[int]] = field(default_factory=lambda: {0: []})
+    branch_ends: dict[int, Finish] = field(default_factory=dict)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
 
+    @property
+    def tokens(self) -> list[int]:
+        """The first branch's tokens."""
+        return self.branches[0]
+
     def on_tokens(self, run: TokenRun, now: float) -> StopMatch | None:
         """Keep the tokens."""
-        assert run.first_index == len(self.tokens), "an index was lost or repeated"
+        tokens = self.branches.setdefault(run.branch, [])
+        assert run.first_index == len(tokens), "an index was lost or repeated"
         assert not self.ends, "a token after the terminal event"
-        self.tokens.extend(run.token_ids)
-        self.logprobs.extend(run.logprobs)
+        assert run.branch not in self.branch_ends, "a token after the branch's end"
+        tokens.extend(run.token_ids)
+        if run.branch == 0:
+            self.logprobs.extend(run.logprobs)
         self.prompt_logprobs.extend(run.prompt_logprobs)
         return None
+
+    def on_branch_end(self, branch: int, finish: Finish, now: float) -> None:
+        """Keep the branch's end."""
+        assert branch not in self.branch_ends and not self.ends
+        self.branch_ends[branch] = finish
 
     def on_end(self, request: RoutedRequest, end: RequestEnd, now: float) -> None:
         """Keep the end."""
@@ -181,17 +214,30 @@ def stub_spec(
     max_tokens: int,
     suffix: Sequence[int] = (),
     logprobs: int | None = None,
+    num_branches: int = 1,
+    stop_token_ids: Sequence[int] = (),
 ) -> RequestSpec:
     """A greedy request of the stub model; ``logprobs`` of output and prompt."""
     return RequestSpec(
         RequestId(request_id),
         tuple(prompt),
-        (tuple(suffix),),
-        SamplingParams(
+        (tuple(suffix),) * num_branches,
+        branches=tuple(range(num_branches)),
+        sampling=SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=True,
             logprobs=logprobs,
             prompt_logprobs=logprobs,
+            stop_token_ids=tuple(stop_token_ids),
         ),
     )
+
+
+def stub_answer(spec: RequestSpec, branch: int) -> list[int]:
+    """What the stub model answers to a request in one branch, up to its finish."""
+    tokens = stub_output(spec.prompt_token_ids, spec.sampling.max_tokens, branch=branch)
+    for index, token_id in enumerate(tokens):
+        if finish_after(spec, index, token_id) is not None:
+            return tokens[: index + 1]
+    return tokens

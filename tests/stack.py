@@ -34,6 +34,7 @@ from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.connector import BlockResult
 from kvferry.kv_transfer.memory import allocate_shared
 from kvferry.kv_transfer.shm import ShmConnector
@@ -160,7 +161,7 @@ def start_worker(
         memory, worker_id=ref.node_id, epoch=ref.epoch, model="stub@1", layout=layout
     )
     runner = HeldRunner(StubRunner(memory.blocks, layout.block_size))
-    pool = BlockPool(num_blocks, memory.raise_generation)
+    pool = BlockPool(num_blocks, memory.raise_generation, PrefixIndex())
     engine = Engine(scheduler, runner, pool, layout.block_size, "stub@1", time.monotonic)
     worker = Worker(ref, engine, connector, times)
     for role in roles:
@@ -345,7 +346,8 @@ class Stack:
         def is_quiet() -> bool:
             if self.on_loop(lambda: bool(self.router.requests)):
                 return False
-            held = [sum(n for name, n in r.counts if name != "free") for r in self.audits()]
+            loose = ("free", "cached")
+            held = [sum(n for name, n in r.counts if name not in loose) for r in self.audits()]
             return not any(held)
 
         eventually("everything is given back", is_quiet)

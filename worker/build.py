@@ -24,6 +24,7 @@ from kvferry.engine.pool_sizing import PoolSize, memory_limit, size_pool
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.choosing import AUTO
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
@@ -42,6 +43,8 @@ class WorkerSettings:
     Attributes:
         ref: the worker's id and epoch.
         model_folder: folder in Hugging Face layout.
+        prefix_caching: keep the KV of ended requests for others with the same beginning.
+        match_unit: tokens per value of a hash chain; None: the block size.
         max_model_len: tokens of one request at most; None: what the model and the pool allow.
         num_blocks, pool_bytes: the pool as asked for; both None sizes it automatically.
         memory_share: this worker's part of the machine's memory, for automatic sizing.
@@ -61,6 +64,8 @@ class WorkerSettings:
     scheduler: SchedulerConfig
     times: WorkerTimes
     block_size: int = 16
+    prefix_caching: bool = True
+    match_unit: int | None = None
     max_model_len: int | None = None
     num_blocks: int | None = None
     pool_bytes: int | None = None
@@ -129,10 +134,15 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
     engine = Engine(
         settings.scheduler,
         runner,
-        BlockPool(pool_size.num_blocks, memory.raise_generation),
+        BlockPool(
+            pool_size.num_blocks,
+            memory.raise_generation,
+            PrefixIndex() if settings.prefix_caching else None,
+        ),
         layout.block_size,
         model_id,
         time.monotonic,
+        settings.match_unit,
     )
     worker = Worker(settings.ref, engine, connector, settings.times, settings.checksum)
     return BuiltWorker(worker, config, ModelSize.of(model), layout, pool_size, max_len, chosen)

@@ -16,6 +16,15 @@ from enum import StrEnum
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.kv_transfer.connector import BlockRef
+from kvferry.worker.lists import (
+    HeldItem,
+    HeldList,
+    Leg,
+    LegState,
+    Received,
+    WantedItem,
+    WantedList,
+)
 from kvferry.worker.reports import (
     AuditReport,
     AuditRequest,
@@ -30,14 +39,6 @@ from kvferry.worker.reports import (
     RouterHeartbeat,
     WorkerHeartbeat,
 )
-
-
-class Leg(StrEnum):
-    """The two halves of a request's work."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
 
 # --- router → prefill worker ---------------------------------------------------------------
 
@@ -57,11 +58,12 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelLeg:
-    """Router → worker: this leg is no longer wanted, for whatever reason."""
+    """Router → worker: this leg is no longer wanted, for whatever reason; or one branch of it."""
 
     request_id: RequestId
     attempt: Attempt
     leg: Leg
+    branch: int | None = None
 
 
 # --- prefill worker → router ---------------------------------------------------------------
@@ -69,18 +71,24 @@ class CancelLeg:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStats:
-    """How the prefill went: the worker's own wait, its compute time, chunks, recomputation."""
+    """How the prefill went: the worker's own wait, its compute time, chunks, recomputation, and
+    positions whose KV was there already.
+    """
 
     queue_s: float
     prefill_s: float
     num_chunks: int
     recomputed_prompt_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """Token 1, one id per branch, with its log-probabilities and the prompt's where wanted."""
+    """Token 1, one id per branch, with its log-probabilities and the prompt's where wanted.
+
+    Of several branches, one that has delivered tokens already takes none: its id says nothing.
+    """
 
     request_id: RequestId
     attempt: Attempt
@@ -126,9 +134,12 @@ class Reserve:
 
 
 class ReserveOutcome(StrEnum):
-    """GRANTED, or FULL: a place is kept as long as the router's lists name it."""
+    """GRANTED; COMPUTING: granted, and so much of the prompt is here that the worker computes the
+    rest itself; or FULL: a place is kept as long as the router's lists name it.
+    """
 
     GRANTED = "granted"
+    COMPUTING = "computing"
     FULL = "full"
 
 
@@ -146,7 +157,8 @@ class ReserveReply:
 class HandOff:
     """What decode needs beside the blocks. Sampler state is a function of (params, tokens).
 
-    The log-probabilities are passed on with decode's first event, which repeats token 1.
+    Token ids are one per branch, as in ``PrefillDone``. The log-probabilities are passed on with
+    decode's first event, which repeats token 1.
     """
 
     token_ids: tuple[int, ...]
@@ -220,60 +232,12 @@ class TokenEvents:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Router → decode: send this leg's tokens again from an output index (a gap was seen)."""
+    """Router → decode: send a branch's tokens again from an output index (a gap was seen)."""
 
     request_id: RequestId
     attempt: Attempt
     from_index: int
-
-
-# --- lists between router and worker -------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class WantedItem:
-    """A leg that the router still wants, and how many output tokens it has received."""
-
-    request_id: RequestId
-    attempt: Attempt
-    leg: Leg
-    tokens_received: int
-
-
-@dataclass(frozen=True, slots=True)
-class WantedList:
-    """Router → worker, every period: all legs wanted there. What two lists in a row omit goes."""
-
-    items: tuple[WantedItem, ...]
-
-
-class LegState(StrEnum):
-    """A leg as its worker sees it."""
-
-    FULL = "full"
-    RESERVED = "reserved"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldItem:
-    """A leg that a worker holds for the router."""
-
-    request_id: RequestId
-    attempt: Attempt
-    leg: Leg
-    state: LegState
     branch: int = 0
-    tokens_produced: int = 0
-    missing_from: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeldList:
-    """Worker → router, every period: all legs held for it."""
-
-    items: tuple[HeldItem, ...]
 
 
 # --- prefill worker ↔ decode worker --------------------------------------------------------
@@ -383,7 +347,8 @@ __all__ = [
     "Body", "CancelLeg", "DecodeStats", "Envelope", "FailureCause", "HandOff",
     "HandOffRecord", "HeldItem", "HeldList", "LeaseEnded", "Leg", "LegFailed", "LegState",
     "LoadReport", "Member", "Membership", "NodeRef", "OwnerReport", "PeerState",
-    "PrefillDone", "PrefillRequest", "PrefillStats", "PullList", "PullRefused", "Replay",
+    "PrefillDone", "PrefillRequest", "PrefillStats", "PullList", "PullRefused", "Received",
+    "Replay",
     "Reserve", "ReserveOutcome", "ReserveReply", "Role", "RouterHeartbeat", "TokenEvent",
     "TokenEvents", "TransferStats", "WantedItem", "WantedList", "WorkerHeartbeat",
 ]

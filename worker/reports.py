@@ -64,7 +64,9 @@ class PeerState:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a worker holds, for placement and status."""
+    """What a worker holds, for placement and status. Free blocks are those that can be taken,
+    cached ones among them.
+    """
 
     membership_version: int = 0
     num_running: int = 0
@@ -72,6 +74,7 @@ class LoadReport:
     queued_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_cached_blocks: int = 0
     num_reserved: int = 0
     num_full: int = 0
     num_preemptions: int = 0
@@ -103,7 +106,7 @@ class OwnerReport:
     """One owner of one block, as ``kv_cache.audit`` found it."""
 
     kind: str
-    request_id: str
+    request_id: str | None
     attempt: int
     peer: str
     lease_remaining_s: float | None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.engine.batch import TokenLogprobs
-from kvferry.engine.request import FinishReason, RequestSpec, SamplingParams
+from kvferry.engine.request import MAX_BRANCHES, FinishReason, RequestSpec, SamplingParams
 from kvferry.kv_cache.audit import BlockClass
 from kvferry.kv_cache.layout import DTYPE_BYTES
 from kvferry.worker import messages as m
@@ -52,7 +52,7 @@ def _faults(body: Body) -> Iterator[str]:
         case m.Reserve(spec):
             yield from _spec(spec)
         case m.PrefillDone():
-            yield from _one_token(body.token_ids)
+            yield from _first_tokens(body.token_ids)
             yield from _logprobs(body.token_ids, body.logprobs)
             yield from _tops(body.prompt_logprobs)
         case m.HandOffRecord(hand_off=hand_off):
@@ -116,10 +116,13 @@ def _spec(spec: RequestSpec) -> Iterator[str]:
     num_prompt = len(spec.prompt_token_ids)
     if not num_prompt:
         yield "prompt_token_ids: empty"
-    if len(spec.suffixes) != 1:
-        yield f"suffixes: {len(spec.suffixes)} branches, wanted 1"
+    branches = spec.branches
+    if not 0 < len(branches) == len(spec.suffixes) <= MAX_BRANCHES:
+        yield f"branches: {len(branches)} with {len(spec.suffixes)} suffixes, 1 to {MAX_BRANCHES}"
         return
-    num_output = len(spec.suffixes[0])
+    if max(branches) >= MAX_BRANCHES or list(branches) != sorted(set(branches)):
+        yield f"branches: {branches}, wanted ascending numbers below {MAX_BRANCHES}"
+    num_output = max(map(len, spec.suffixes))
     if num_output >= spec.sampling.max_tokens:
         yield f"suffixes: {num_output} tokens, max_tokens is {spec.sampling.max_tokens}"
     if num_prompt + num_output >= spec.max_model_len:
@@ -143,16 +146,16 @@ def _sampling(sampling: SamplingParams) -> Iterator[str]:
 
 
 def _hand_off(hand_off: m.HandOff) -> Iterator[str]:
-    yield from _one_token(hand_off.token_ids)
+    yield from _first_tokens(hand_off.token_ids)
     yield from _logprobs(hand_off.token_ids, hand_off.logprobs)
     yield from _tops(hand_off.prompt_logprobs)
     if not hand_off.num_computed_tokens:
         yield "num_computed_tokens: 0"
 
 
-def _one_token(token_ids: tuple[int, ...]) -> Iterator[str]:
-    if len(token_ids) != 1:
-        yield f"token_ids: {len(token_ids)} tokens, wanted one, for the one branch"
+def _first_tokens(token_ids: tuple[int, ...]) -> Iterator[str]:
+    if not 0 < len(token_ids) <= MAX_BRANCHES:
+        yield f"token_ids: {len(token_ids)} tokens, wanted 1 to {MAX_BRANCHES}, one per branch"
 
 
 def _logprobs(token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Iterator[str]:
@@ -169,8 +172,8 @@ def _tops(logprobs: tuple[TokenLogprobs, ...]) -> Iterator[str]:
 def _event(event: m.TokenEvent) -> Iterator[str]:
     yield from _logprobs(event.token_ids, event.logprobs)
     yield from _tops(event.prompt_logprobs)
-    if event.branch:
-        yield f"branch: {event.branch}, wanted 0"
+    if event.branch >= MAX_BRANCHES:
+        yield f"branch: {event.branch}, wanted 0 to {MAX_BRANCHES - 1}"
     if event.finish_reason is not None and event.finish_reason not in FINISHES:
         yield f"finish_reason: {event.finish_reason[:20]!r}, wanted one of {sorted(FINISHES)}"
 

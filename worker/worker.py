@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvferry.engine.engine import Engine
-from kvferry.kv_cache.audit import Owner, PoolAudit, audit
+from kvferry.kv_cache.audit import Owner, PoolAudit, audit, index_owners
 from kvferry.kv_transfer.connector import IncompatiblePeer, KVConnector, Peer, TransferFailed
 from kvferry.worker import messages as m
 from kvferry.worker.channel import Channels
@@ -221,6 +221,7 @@ class Worker:
             queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self.engine.pool.num_blocks,
             num_free_blocks=self.engine.pool.num_free,
+            num_cached_blocks=self.engine.pool.num_cached,
             num_preemptions=scheduler.num_preemptions,
             stale_refused=self.channels.refused.total(),
             peers=tuple(self._peer_states()),
@@ -231,7 +232,7 @@ class Worker:
 
     def audit(self, now: float) -> PoolAudit:
         """Walk every owner and hold the pool against them."""
-        owners = [*self.reads.owners()]
+        owners = [*self.reads.owners(), *index_owners(self.engine.pool)]
         for role in self.roles:
             owners.extend(role.owners(now))
         return audit(self.engine.pool, owners)
@@ -259,7 +260,11 @@ class Worker:
                     block.block_hash,
                     tuple(
                         m.OwnerReport(
-                            o.kind.value, o.request_id, o.attempt, o.peer, o.lease_remaining_s
+                            o.kind.value,
+                            o.request_id or None,
+                            o.attempt,
+                            o.peer,
+                            o.lease_remaining_s,
                         )
                         for o in block.owners
                     ),

@@ -173,7 +173,7 @@ def kvferry_config(case: Case, model: Path, cores: Sequence[int]) -> dict[str, A
     )
     return {
         "model": {"path": str(model), "dtype": case.dtype, "max_model_len": MAX_MODEL_LEN},
-        "cache": {"memory": f"{KV_CACHE_GIB}GiB"},
+        "cache": {"memory": f"{KV_CACHE_GIB}GiB", "prefix_caching": False},
         "server": {"grpc": f"{HOST}:0"},
         **roles,
     }

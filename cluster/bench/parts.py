@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput, TokenLogprobs
+from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from kvferry.engine.model_runner import TorchModelRunner
 from kvferry.engine.models.linear import Linear
 from kvferry.engine.models.llama import LlamaWeights
@@ -121,8 +121,6 @@ class TimedRunner(TorchModelRunner):
         with self.timer.within(OTHER):
             return super().execute(output)
 
-    def _sample(
-        self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
-    ) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:
+    def _sample(self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor) -> RunnerOutput:
         with self.timer.within(SAMPLING):
             return super()._sample(sequences, hidden)

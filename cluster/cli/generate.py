@@ -52,19 +52,22 @@ def run(args: argparse.Namespace) -> Result:
     options["echo_prompt_token_ids"] = args.json
     options.update(_conversation(args))
     transcript = Transcript(time.monotonic())
+    one = options.get("n", 1) == 1
     stream: GenerateStream | None = None
     error: KVFerryError | KeyboardInterrupt | None = None
     with Client(args.endpoint) as client:
         try:
             stream = client.generate(None if "chat" in options else args.prompt, **options)
             with stream, CancelOnInterrupt(stream.close) as interrupt:
-                error = _followed(stream, transcript, interrupt, show=not args.json)
+                error = _followed(stream, transcript, interrupt, show=one and not args.json)
         except (KVFerryError, KeyboardInterrupt) as exc:
             error = exc
     request_id = "" if stream is None else stream.request_id
     if isinstance(error, ClusterUnreachable) and not request_id:
         raise error
     if not args.json:
+        if not one:
+            _show_branches(transcript)
         _summarize(transcript)
         show_logprobs(transcript)
         return Result(error=error)
@@ -109,14 +112,22 @@ def _follow(stream: GenerateStream, transcript: Transcript, *, show: bool) -> No
             print(event.text, end="", flush=True)
 
 
+def _show_branches(transcript: Transcript) -> None:
+    """Print every branch's text under its number: streamed they would mix."""
+    for number, branch in sorted(transcript.branches.items()):
+        if branch.output_token_ids:
+            print(f"[{number}] {branch.text}", flush=True)
+
+
 def _summarize(transcript: Transcript) -> None:
     """End the line; tell a person at a terminal how it went."""
-    if transcript.text:
+    if transcript.text and len(transcript.branches) == 1:
         print(flush=True)
     finished = transcript.finished
     if finished is None or not sys.stderr.isatty():
         return
-    words = [f"{finished.usage.completion_tokens} tokens", finished.finish_reason]
+    reasons = {branch.finish_reason for branch in transcript.branches.values()}
+    words = [f"{finished.usage.completion_tokens} tokens", *sorted(reasons)]
     if finished.timing.HasField("ttft_s"):
         words.append(f"first token after {finished.timing.ttft_s:.2f} s")
     if finished.timing.HasField("tpot_s"):

@@ -55,6 +55,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
             f"--{flag}", metavar=metavar, type=kind, help=f"{text} (default: {said})"
         )
     group.add_argument(
+        "--n",
+        metavar="N",
+        type=positive,
+        help="outputs, each a branch of one computed prompt (default: 1)",
+    )
+    group.add_argument(
         "--seed", metavar="S", type=seed, help="key of the random choice (default: drawn anew)"
     )
     group.add_argument(

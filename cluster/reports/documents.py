@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvferry.cluster.client_stream import Transcript
+from kvferry.cluster.client_stream import BranchOutput, Transcript
 from kvferry.cluster.errors import Cancelled, status_of
 from kvferry.cluster.reports.common import Json
 from kvferry.kv_cache.errors import KVFerryError
@@ -70,17 +70,9 @@ def request_json(outcome: Outcome) -> Json:
     """REQUEST. What only the terminal event tells is null if none came."""
     seen, error = outcome.transcript, outcome.error
     finished = seen.finished if error is None else None
-    if finished is None:
-        reason, stop_reason = "abort" if isinstance(error, Cancelled) else "error", None
-    else:
-        reason = finished.finish_reason
-        stop_reason = finished.stop_reason if finished.HasField("stop_reason") else None
-    output = {
-        "output_token_ids": list(seen.output_token_ids),
-        "text": seen.text,
-        "finish_reason": reason,
-        "stop_reason": stop_reason,
-    }
+    broken = "abort" if isinstance(error, Cancelled) else "error"
+    branches = [_branch_json(branch, broken) for _, branch in sorted(seen.branches.items())]
+    output = {name: value for name, value in branches[0].items() if name != "branch"}
     return {
         "request_id": outcome.request_id or None,
         "prompt": outcome.prompt,
@@ -88,9 +80,20 @@ def request_json(outcome: Outcome) -> Json:
         **output,
         "error": error_json(error),
         **_terminal_fields(finished),
-        "branches": [{"branch": 0, **output}],
+        "branches": branches,
         "logprobs": _logprobs_json(seen.logprobs),
         "prompt_logprobs": _logprobs_json(seen.prompt_logprobs),
+    }
+
+
+def _branch_json(branch: BranchOutput, broken: str) -> Json:
+    """One branch; ``broken`` is the reason of one that did not come to its end."""
+    return {
+        "branch": branch.branch,
+        "output_token_ids": list(branch.output_token_ids),
+        "text": branch.text,
+        "finish_reason": branch.finish_reason or broken,
+        "stop_reason": branch.stop_reason,
     }
 
 

@@ -98,7 +98,7 @@ def test_unreachable_cluster_is_exit_4(
         ["generate", "hi", "--max-tokens", "0"],
         ["generate", "hi", "--max-tokens", "some"],
         ["generate", "hi", "--logprobs"],
-        ["generate", "hi", "--n", "2"],
+        ["generate", "hi", "--n", "0"],
         ["status", "--jsn"],
         ["bench", "serve", "--repeats", "-1"],
         ["bench", "engine", "--threads", "0"],

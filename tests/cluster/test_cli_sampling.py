@@ -37,6 +37,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--frequency-penalty 0.5": ("frequency_penalty", 0.5),
     "--logit-bias 3=-5 --logit-bias 4=2.5": ("logit_bias", {3: -5.0, 4: 2.5}),
     "--bad-word a --bad-word b": ("bad_words", ["a", "b"]),
+    "--n 2": ("n", 2),
     "--seed 9": ("seed", 9),
     "--stop a --stop b": ("stop", ["a", "b"]),
     "--stop-token-id 5 --stop-token-id 6": ("stop_token_ids", [5, 6]),

@@ -91,7 +91,7 @@ def test_unknown_key_names_its_path_and_the_nearest(
     [
         "slo.ttft",
         "tenants.a",
-        "cache.prefix_caching",
+        "cache.hash_seed",
         "cache.host_tier",
         "server.http",
         "server.tls",

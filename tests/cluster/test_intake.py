@@ -270,7 +270,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "frequency_penalty": ([-2.001, 2.001, math.nan, math.inf], [-2.0, 0.0, 2.0]),
     "logprobs": ([-1, 21], [0, 20]),
     "prompt_logprobs": ([-1, 21], [0, 20]),
-    "n": ([0, -1, 2, 100], [1]),
+    "n": ([0, -1, 65, 2**31 - 1], [1, 64]),
     "seed": ([], [0, 1, 2**64 - 1]),
 }
 
@@ -382,7 +382,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 def test_stop_ids_are_distinct_and_bounded(folder: Path) -> None:
     fields = SamplingFields(99999, Tokenizer(folder), Bits())
-    assert fields.read(pb.SamplingParams(stop_token_ids=[7, 5] * 9000)).stop_token_ids == (7, 5)
+    sampling, _ = fields.read(pb.SamplingParams(stop_token_ids=[7, 5] * 9000))
+    assert sampling.stop_token_ids == (7, 5)
     with pytest.raises(InvalidRequest, match=r"stop_token_ids: 1025 ids, wanted at most 1024"):
         fields.read(pb.SamplingParams(stop_token_ids=range(1025)))
 
@@ -404,7 +405,7 @@ SAMPLING: dict[str, Any] = {
     "bad_words": ["hell"],
     "top_p": 0.5,
     "top_k": 5,
-    "n": 1,
+    "n": 3,
     "stop": ["x"],
     "seed": 5,
     "stop_token_ids": [5],
@@ -445,9 +446,11 @@ def some_value(field: Any) -> Any:
 def test_every_sampling_field_reaches_the_specification(intake: Intake, name: str) -> None:
     """A field added to the contract fails here until something reads it."""
     before = intake.prepare(sampled(seed=3)).sampling
-    after = intake.prepare(sampled(**{"seed": 3, name: SAMPLING[name]})).sampling
+    spec = intake.prepare(sampled(**{"seed": 3, name: SAMPLING[name]}))
+    after = spec.sampling
     if name == "n":
-        assert after == before, "only 1 is supported"
+        assert after == before
+        assert (spec.branches, spec.suffixes) == ((0, 1, 2), ((), (), ()))
     else:
         assert getattr(after, name) != getattr(before, name)
         assert replace(after, **{name: getattr(before, name)}) == before

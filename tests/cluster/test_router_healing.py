@@ -337,9 +337,12 @@ def test_every_period_each_worker_is_told_what_is_wanted_of_it_and_how_far_it_ha
     lists = bench.sent(m.WantedList)
     assert dict(lists) == {
         "decode-0": m.WantedList(
-            (m.WantedItem(*key(a), Leg.DECODE, 2), m.WantedItem(*key(b), Leg.DECODE, 0))
+            (
+                m.WantedItem(*key(a), Leg.DECODE, (m.Received(0, 2),)),
+                m.WantedItem(*key(b), Leg.DECODE, (m.Received(0, 0),)),
+            )
         ),
-        "prefill-0": m.WantedList((m.WantedItem(*key(b), Leg.PREFILL, 0),)),
+        "prefill-0": m.WantedList((m.WantedItem(*key(b), Leg.PREFILL, (m.Received(0, 0),)),)),
     }
     assert len(lists) == 2, "once per period"
 

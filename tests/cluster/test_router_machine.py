@@ -77,7 +77,7 @@ class RouterMachine(RuleBasedStateMachine):
         bench = self.bench
         if request.state is RequestState.RESERVING:
             bench.grant(request)
-        elif request.prefill is not None and not request.delivered[request.first_own_index :]:
+        elif request.prefill is not None and not request.delivered[request.first_own_index(0) :]:
             bench.first_token(request, len(request.delivered))
         elif request.decode is not None:
             limit = request.spec.sampling.max_tokens
@@ -98,7 +98,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(request=requests, empty=st.booleans(), where=st.none() | workers)
     def first_token(self, request: RoutedRequest, empty: bool, where: str | None) -> None:
         stats = m.PrefillStats(0.0, 0.0, 1)
-        done = m.PrefillDone(*key(request), () if empty else (request.first_own_index,), stats)
+        done = m.PrefillDone(*key(request), () if empty else (request.first_own_index(0),), stats)
         self.say(request, Leg.PREFILL, where, done)
 
     @rule(

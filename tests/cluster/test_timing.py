@@ -27,20 +27,21 @@ def request(
     first_step: float | None = 0.125,
 ) -> RoutedRequest:
     decode = m.DecodeStats(wait, first_step, 0, 0, None)
-    return RoutedRequest(
+    made = RoutedRequest(
         stub_spec("r", [1], 9),
         RecordingListener(),
         received,
         1,
         Attempt(1, 1),
         received,
-        token_times=list(times),
-        delivered=[0] * len(times),
         dispatched_at=dispatched,
         prefill_stats=prefill,
         decode_stats=decode,
         gap_stats=decode,
     )
+    made.branches[0].delivered = [0] * len(times)
+    made.branches[0].token_times = list(times)
+    return made
 
 
 def test_each_part_is_what_its_name_says() -> None:

@@ -65,8 +65,6 @@ def ended(
         1,
         Attempt(1, 2),
         10.0,
-        delivered=[5, 6, 7, 8],
-        token_times=[12.0, 13.0, 13.5, 14.0],
         num_attempts=2,
         dispatched_at=10.5,
         prefill_ref=NodeRef("prefill-0", 2),
@@ -75,6 +73,8 @@ def ended(
         decode_stats=decode,
         gap_stats=decode,
     )
+    request.branches[0].delivered = [5, 6, 7, 8]
+    request.branches[0].token_times = [12.0, 13.0, 13.5, 14.0]
     return SessionEnd(request, RequestEnd(finish), 15.0)
 
 
@@ -117,7 +117,7 @@ def test_every_field_is_filled_for_a_colocated_request_too_and_nothing_counts_tw
 
 def test_what_is_unknown_is_unset_and_not_zero() -> None:
     item = ended(Finish(FinishReason.ABORT), None, None)
-    item.request.token_times = []
+    item.request.branches[0].token_times = []
     item.request.prefill_ref = item.request.decode_ref = None
     body = wire.finished(item).finished
     assert filled(body.timing) == {"e2e_s"}

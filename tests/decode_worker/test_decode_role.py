@@ -108,7 +108,7 @@ def test_freed_blocks_go_first_to_what_was_preempted_here() -> None:
             assert ("c", GRANTED) not in replies(bench)
     assert preempted
     for name in ("a", "b"):
-        assert bench.leg(name).output == stub_output(range(4), 12)
+        assert bench.leg(name).branches[0].output == stub_output(range(4), 12)
 
 
 def test_the_watermark_stays_free_unless_the_pool_is_idle() -> None:
@@ -375,7 +375,7 @@ def test_the_end_of_a_lease_at_another_worker_is_nothing_to_it() -> None:
 
 
 def wanted(received: int = 0, attempt: Attempt = ATTEMPT, leg: Leg = Leg.DECODE) -> m.WantedList:
-    return m.WantedList((m.WantedItem(R, attempt, leg, received),))
+    return m.WantedList((m.WantedItem(R, attempt, leg, (m.Received(0, received),)),))
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_lost_tokens_are_sent_again_from_where_the_router_is() -> None:
     bench.pulled(max_tokens=9)
     bench.step(3)
     expected = stub_output(range(10), 9)
-    produced = len(bench.leg().output)
+    produced = len(bench.leg().branches[0].output)
     bench.made.sent()
     bench.tell(wanted(received=1))
     (event,) = bench.tokens()
@@ -452,7 +452,10 @@ def test_a_replay_starts_where_it_is_asked_to() -> None:
     bench.made.sent()
     bench.tell(m.Replay(R, ATTEMPT, 2))
     (event,) = bench.tokens()
-    assert event.first_index == 2 and list(event.token_ids) == expected[2 : len(bench.leg().output)]
+    assert (
+        event.first_index == 2
+        and list(event.token_ids) == expected[2 : len(bench.leg().branches[0].output)]
+    )
     bench.tell(m.Replay(R, ATTEMPT, 99))
     (event,) = bench.tokens()
     assert event.token_ids == ()
@@ -465,7 +468,7 @@ def test_what_is_held_is_told_with_its_state_and_progress() -> None:
     bench.pulled(max_tokens=9)
     bench.step(2)
     bench.reserve("waits", 20)
-    produced = len(bench.leg().output)
+    produced = len(bench.leg().branches[0].output)
     items = {item.request_id: item for item in bench.role.held(ROUTER)}
     assert items[R] == m.HeldItem(R, ATTEMPT, Leg.DECODE, LegState.RUNNING, 0, produced, 10)
     assert items[RequestId("waits")].state is LegState.FULL

@@ -55,7 +55,7 @@ def sequence(
     sampling: SamplingParams = GREEDY,
     output_index: int = 0,
 ) -> ScheduledSequence:
-    return ScheduledSequence(token_ids, start, table, sample, sampling, 0, output_index)
+    return ScheduledSequence(token_ids, start, table, sample, sampling, (0,), output_index)
 
 
 def step(runner: TorchModelRunner, *sequences: ScheduledSequence) -> tuple[int | None, ...]:

@@ -18,10 +18,11 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.sequence import SequenceProgress, SequenceState
-from kvferry.kv_cache.audit import BlockClass, Owner, OwnerKind, PoolAudit, audit
+from kvferry.kv_cache.audit import BlockClass, Owner, OwnerKind, PoolAudit, audit, index_owners
 from kvferry.kv_cache.block_pool import BlockPool, BlockState
 from kvferry.kv_cache.block_table import BlockTable
 from kvferry.kv_cache.hashing import HashChain, root_hash
+from kvferry.kv_cache.prefix_index import PrefixIndex
 from tests.fakes import (
     ATTEMPT,
     FakeClock,
@@ -95,7 +96,8 @@ class CountingOwner(RecordingOwner):
         for sealed in progress.sealed:
             index = sealed.start // size
             block = self.pool.blocks[sealed.block_id]
-            chain = HashChain(root_hash(MODEL, sequence.spec.cache_salt), size)
+            root = root_hash(MODEL, sequence.spec.cache_salt)
+            chain = HashChain(root, size, sequence.hashes.unit)
             shown = sequence.token_ids[: sealed.start + sealed.num_tokens]
             assert sequence.table.block_ids[index] == sealed.block_id
             assert block.num_tokens == sealed.num_tokens == len(shown) - index * size
@@ -111,16 +113,25 @@ class Bench:
     block_size: int = 4
     config: SchedulerConfig = field(default_factory=config)
     owner: CountingOwner = field(default_factory=CountingOwner)
+    caching: bool = False
+    match_unit: int | None = None
 
     def __post_init__(self) -> None:
         self.memory = np.zeros((self.num_blocks, stub_layout(self.block_size).block_bytes()), "u1")
         self.slots = self.memory.view(np.int64)
         self.runner = CheckingRunner(StubRunner(self.memory, self.block_size), self.config)
-        self.pool = BlockPool(self.num_blocks, self._spoil)
+        index = PrefixIndex() if self.caching else None
+        self.pool = BlockPool(self.num_blocks, self._spoil, index)
         self.owner.pool = self.pool
         self.clock = FakeClock()
         self.engine = Engine(
-            self.config, self.runner, self.pool, self.block_size, MODEL, self.clock
+            self.config,
+            self.runner,
+            self.pool,
+            self.block_size,
+            MODEL,
+            self.clock,
+            self.match_unit,
         )
         self.sequences: dict[str, SequenceState] = {}
         self.leases: list[tuple[str, int]] = []
@@ -241,15 +252,17 @@ class Bench:
     def audit(self) -> PoolAudit:
         """Hold the pool against the sequences' tables and the leases."""
         tables = [s.table for s in self.engine.scheduler.sequences.values()]
-        owners = [Owner(OwnerKind.REQUEST, b, "r") for table in tables for b in table.block_ids]
+        owners = [Owner(OwnerKind.REQUEST, b, "r") for table in tables for b in table.held_ids]
         owners.extend(Owner(OwnerKind.READER, block_id, name) for name, block_id in self.leases)
+        owners.extend(index_owners(self.pool))
         return audit(self.pool, owners)
 
     # --- what must hold ---------------------------------------------------------------------
 
     def assert_empty(self) -> None:
         """Nobody holds anything."""
-        assert self.audit().counts[BlockClass.FREE] == self.num_blocks
+        counts = self.audit().counts
+        assert counts[BlockClass.FREE] + counts[BlockClass.CACHED] == self.num_blocks
         assert not self.engine.has_work and not self.running and not self.waiting
 
     def assert_exact(self, *but: str) -> None:

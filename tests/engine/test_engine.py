@@ -122,7 +122,7 @@ def test_the_chain_covers_model_and_salt_and_may_be_begun_by_somebody_else() -> 
     sequence = bench.engine.new_sequence(salted, ATTEMPT, bench.owner, hashes=begun)
     assert sequence.hashes is begun
     bench.run()
-    assert len(begun.full) == 2
+    assert len(begun.values) == 2
 
 
 @pytest.mark.parametrize("num_prompt", range(1, 10))

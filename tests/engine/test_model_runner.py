@@ -88,7 +88,7 @@ def test_the_number_is_drawn_for_the_branch_and_output_index_of_the_sequence() -
     for seed, branch, index in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (7, 2, 40)]:
         one = sequence([1], 0, [0], True, SamplingParams(seed=seed), index)
         expected = int(uniform(seed, branch, index) * VOCAB_SIZE)
-        assert step(own, replace(one, branch=branch)) == (expected,)
+        assert step(own, replace(one, branches=(branch,))) == (expected,)
 
 
 class CountingModel(LlamaModel):

@@ -33,9 +33,10 @@ class StrictListener(RecordingListener):
 
     def on_tokens(self, run: TokenRun, now: float) -> None:
         """Keep the tokens, and what is wrong with their coming."""
-        if run.first_index != len(self.tokens) or self.ends:
-            self.violations.append(f"index {run.first_index} after {len(self.tokens)}, {self.ends}")
-        self.tokens.extend(run.token_ids)
+        tokens = self.branches.setdefault(run.branch, [])
+        if run.first_index != len(tokens) or self.ends or run.branch in self.branch_ends:
+            self.violations.append(f"index {run.first_index} after {len(tokens)}, {self.ends}")
+        tokens.extend(run.token_ids)
 
 
 class Arena:

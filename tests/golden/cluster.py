@@ -59,6 +59,7 @@ class RealCluster(SimCluster):
     decode_blocks: int = 96
     blocks_per_poll: int = 4
     connector: str = "shm"
+    caching: bool = False
     times: WorkerTimes = field(default_factory=lambda: WorkerTimes(read_timeout=1e9))
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(8, 64, 32, watermark=0.0)
@@ -89,7 +90,7 @@ class RealCluster(SimCluster):
                 self.scheduler.max_num_seqs,
             )
         )
-        pool = BlockPool(num_blocks, memory.raise_generation)
+        pool = BlockPool(num_blocks, memory.raise_generation, self.index())
         engine = Engine(self.scheduler, runner, pool, self.block_size, "golden", self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 

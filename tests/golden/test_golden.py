@@ -7,6 +7,7 @@ suite. Ours goes through scheduler, paged pool, shared memory and hand-off.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,65 @@ def test_tokens_equal_the_reference_under_preemption_in_a_small_decode_pool(
     requests = run_all(cluster, short)
     assert outputs(cluster) == {name: golden[name] for name in short}
     assert sum(r.decode_stats.num_preemptions for r in requests.values()) >= 1
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+    cluster.close()
+
+
+@pytest.mark.parametrize("kept", ["both", "prefill", "decode", "neither"])
+def test_tokens_equal_the_reference_with_the_prompt_cached(
+    model_of_family: LlamaModel,
+    prompts: dict[str, list[int]],
+    golden: dict[str, list[int]],
+    kept: str,
+) -> None:
+    """Hits at none, part and all of a prompt, in the pools named, beside a run of misses."""
+    short = {name: ids for name, ids in prompts.items() if len(ids) <= 90}
+    cluster = RealCluster(model=model_of_family, caching=True)
+    run_all(cluster, {"three chunks": prompts["three chunks"]})  # three prompts begin with it
+    for side in ("prefill", "decode"):
+        if kept not in ("both", side):
+            cluster.named(side).worker.engine.pool.clear_cache()
+    requests = run_all(cluster, {f"{name} again": ids for name, ids in short.items()})
+    wanted = {f"{name} again": golden[name] for name in short}
+    assert outputs(cluster) == wanted | {"three chunks": golden["three chunks"]}
+    cached = {name: request.num_cached_tokens for name, request in requests.items()}
+    # Decode computes less than a block; prefill knows the last, partial block; with no cache two
+    # others compute the first block meanwhile.
+    where_it_is = {"both": 80, "decode": 80, "prefill": 89, "neither": 16}
+    assert cached["three chunks again"] == where_it_is[kept]
+    assert cached["one token again"] == 0
+    prefilled = requests["three chunks again"].prefill_worker
+    assert prefilled.startswith("decode" if kept in ("both", "decode") else "prefill")
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+    cluster.close()
+
+
+def test_four_greedy_branches_equal_the_reference_and_move_the_bytes_of_one(
+    model_of_family: LlamaModel,
+    prompts: dict[str, list[int]],
+    golden: dict[str, list[int]],
+) -> None:
+    cluster = RealCluster(model=model_of_family, caching=True)
+    name = "three chunks"
+    alone = run_all(cluster, {name: prompts[name]})[name]
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
+    for side in ("decode", "prefill"):
+        cluster.named(side).worker.engine.pool.clear_cache()
+    spec = greedy("four", prompts[name])
+    spec = replace(spec, suffixes=((),) * 4, branches=(0, 1, 2, 3))
+    listener = cluster.submit(spec)
+    assert cluster.router is not None
+    request = cluster.router.requests[spec.request_id]
+    cluster.run_until_ended(60)
+    assert listener.branches == dict.fromkeys(range(4), golden[name])
+    moved = [
+        each.decode_stats.transfer.bytes_moved
+        for each in (alone, request)
+        if each.decode_stats is not None and each.decode_stats.transfer is not None
+    ]
+    assert len(moved) == 2 and moved[0] == moved[1]
+    assert request.num_delivered == 4 * len(golden[name])
+    assert request.num_cached_tokens == alone.num_cached_tokens == 0
     assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
     cluster.close()
 

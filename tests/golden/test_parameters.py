@@ -141,7 +141,7 @@ class Plain:
     finish: Finish | None
 
 
-def plain(model: LlamaModel, spec: RequestSpec) -> Plain:
+def plain(model: LlamaModel, spec: RequestSpec, branch: int = 0) -> Plain:
     """The plain loop; knows no stop strings."""
     sampling, ids = spec.sampling, list(spec.prompt_token_ids)
     paged = PagedSequences(model, BLOCK_SIZE, seed=1)
@@ -153,7 +153,7 @@ def plain(model: LlamaModel, spec: RequestSpec) -> Plain:
     result = Plain([], [], prompt_logprobs, None)
     while result.finish is None:
         index = len(result.tokens)
-        row = SamplingRow(sampling, 0, index, ids, spec.eos_token_ids)
+        row = SamplingRow(sampling, branch, index, ids, spec.eos_token_ids)
         (token,) = sample(logits[-1:], [row])
         if sampling.logprobs is not None:
             result.logprobs += logprobs_of(logits[-1:], [token], [sampling.logprobs])
@@ -248,6 +248,37 @@ def test_the_parameters_change_the_tokens(model: LlamaModel) -> None:
         sampling = replace(BASE, **changes)
         changed = [plain(model, request_of(length, sampling, eos)).tokens for length in LENGTHS]
         assert (changed != base) == (name not in silent), name
+
+
+@pytest.mark.parametrize("decode_blocks", [96, 22], ids=["room", "preempting"])
+def test_each_of_four_branches_is_the_plain_loop_of_its_number(
+    arrangement: Arrangement, model: LlamaModel, decode_blocks: int
+) -> None:
+    sampling = replace(BASE, temperature=0.9, top_k=50, seed=6, presence_penalty=0.3)
+    eos = tuple(range(1, 250, 40))
+    specs = [
+        replace(
+            request_of(length, replace(sampling, ignore_eos=False), eos),
+            request_id=RequestId(f"four {length} {decode_blocks}"),
+            suffixes=((),) * 4,
+            branches=(0, 1, 2, 3),
+        )
+        for length in LENGTHS
+    ]
+    cluster = arrangement.cluster
+    held = cluster.named("").worker.engine.pool.allocate(96 - decode_blocks)
+    listeners = [cluster.submit(spec) for spec in specs]
+    cluster.audit_every_step = False  # the blocks taken away belong to nobody
+    cluster.run_until_ended()
+    cluster.named("").worker.engine.pool.release(held)
+    cluster.audit_every_step = True
+    preempted = cluster.named("").worker.engine.scheduler.num_preemptions
+    assert (preempted > 0) == (decode_blocks == 22)
+    for spec, listener in zip(specs, listeners, strict=True):
+        for branch in spec.branches:
+            wanted = plain(model, spec, branch)
+            assert listener.branches[branch] == wanted.tokens, (spec.request_id, branch)
+        assert len({tuple(tokens) for tokens in listener.branches.values()}) == 4
 
 
 # --- the first tokens -----------------------------------------------------------------------------

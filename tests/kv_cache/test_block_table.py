@@ -110,7 +110,13 @@ def test_appending_to_a_block_with_another_owner_copies_it(owner: str) -> None:
     assert kv.pool.blocks[target].state is BlockState.OPEN
     old = kv.pool.blocks[tail]
     assert (old.state, old.generation) == (BlockState.SEALED, 1)
-    assert old.ref_count == (1 if owner == "table" else 0)
+    others = 1 if owner == "table" else 0
+    assert old.ref_count == others + 1, "nobody may write the source before the copy is made"
+    assert table.held_ids == [*table.block_ids, tail]
+    kv.copies_made(table)
+    assert old.ref_count == others
+    kv.copies_made(table)
+    assert old.ref_count == others
     assert kv.allocate(table, 6, 10) == [], "the copy is the table's own"
 
 

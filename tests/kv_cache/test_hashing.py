@@ -129,7 +129,7 @@ def test_a_chain_gives_each_block_its_hash_in_whatever_order_it_is_asked(
     wanted = by_hand(root, tokens, size)
     for index in data.draw(st.permutations(range(len(wanted)))):
         assert chain.at(index, tokens) == wanted[index]
-    assert chain.full == wanted[: len(tokens) // size]
+    assert chain.values == wanted[: len(tokens) // size]
 
 
 @given(few_tokens, st.integers(1, 4), st.data())

@@ -132,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
         before = list(table.block_ids), self.free_blocks()
         copies = self.kv.allocate(table, start, start + count, look_ahead)
         if copies is None:
-            wanted = -(-(start + count + look_ahead) // self.size) - len(before[0])
+            wanted = max(0, -(-(start + count + look_ahead) // self.size) - len(before[0]))
             tail_shared = start % self.size and self.users(before[0][start // self.size]) > 1
             assert wanted + bool(tail_shared and count) > before[1], "refused, yet it would fit"
             assert (table.block_ids, self.free_blocks()) == before
@@ -141,6 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(table.block_ids) == max(wanted, len(before[0]))
         for source, target in copies:
             self.memory[target] = list(self.memory[source])
+        self.kv.copies_made(table)
         for position, token in enumerate(self.fresh(count), start):
             block, offset = divmod(position, self.size)
             assert self.users(table.block_ids[block]) == 1, "written where somebody else reads"

@@ -473,7 +473,7 @@ def test_a_dead_reader_ends_the_jobs_that_it_has_not_read() -> None:
 
 
 def wanted(received: int = 0, attempt: Attempt = ATTEMPT, leg: Leg = Leg.PREFILL) -> m.WantedList:
-    return m.WantedList((m.WantedItem(R, attempt, leg, received),))
+    return m.WantedList((m.WantedItem(R, attempt, leg, (m.Received(0, received),)),))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from kvferry.engine.request import RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.audit import BlockClass
 from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.local import LocalConnector, LocalFabric
 from kvferry.kv_transfer.memory import allocate_private
 from kvferry.prefill_worker.role import PrefillRole
 from kvferry.worker.codec import decode, encode
 from kvferry.worker.messages import Body, Envelope, LeaseEnded, Member, NodeRef, Role
 from kvferry.worker.worker import Worker, WorkerTimes
-from tests.fakes import FakeClock, RecordingListener, StubRunner, stub_layout, stub_output
+from tests.fakes import FakeClock, RecordingListener, StubRunner, stub_answer, stub_layout
 
 MODEL = "stub@1"
 TICK = 0.05
@@ -76,6 +77,7 @@ class SimCluster:
     router_config: RouterConfig = field(default_factory=RouterConfig)
     times: WorkerTimes = field(default_factory=WorkerTimes)
     audit_every_step: bool = True
+    caching: bool = True
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
@@ -142,9 +144,13 @@ class SimCluster:
             blocks_per_poll=self.blocks_per_poll,
         )
         runner = StubRunner(memory.blocks, self.block_size)
-        pool = BlockPool(num_blocks, memory.raise_generation)
+        pool = BlockPool(num_blocks, memory.raise_generation, self.index())
         engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
+
+    def index(self) -> PrefixIndex | None:
+        """What a worker's pool finds prefixes with."""
+        return PrefixIndex() if self.caching else None
 
     def _member(self, sim: SimWorker) -> Member:
         roles = tuple(role.role for role in sim.worker.roles)
@@ -178,10 +184,9 @@ class SimCluster:
         self.router.submit(spec, listener, self.clock.now)
         return listener
 
-    def expected(self, request_id: str) -> list[int]:
+    def expected(self, request_id: str, branch: int = 0) -> list[int]:
         """What the stub model answers to a submitted request."""
-        spec = self.specs[request_id]
-        return stub_output(spec.prompt_token_ids, spec.sampling.max_tokens)
+        return stub_answer(self.specs[request_id], branch)
 
     # --- time -------------------------------------------------------------------------------
 
@@ -254,9 +259,22 @@ class SimCluster:
     def assert_exact(self) -> None:
         """Every stream has exactly its tokens and one terminal event."""
         for name, listener in self.listeners.items():
-            assert listener.tokens == self.expected(name), name
             assert len(listener.ends) == 1, name
             assert listener.ends[0].error is None, (name, listener.ends)
+            self.assert_whole(name)
+
+    def assert_whole(self, name: str) -> None:
+        """A stream that has ended well has all tokens and one end of each branch."""
+        listener, branches = self.listeners[name], self.specs[name].branches
+        for branch in branches:
+            assert listener.branches[branch] == self.expected(name, branch), (name, branch)
+        assert {*listener.branch_ends, listener.ends[0].branch} == set(branches)
+        assert len(listener.branch_ends) == len(branches) - 1
+
+    def assert_prefixes(self, name: str) -> None:
+        """What a stream has so far is right."""
+        for branch, tokens in self.listeners[name].branches.items():
+            assert tokens == self.expected(name, branch)[: len(tokens)], (name, branch)
 
     def leftovers(self) -> list[str]:
         """What live workers and the router still hold; empty when clean."""
@@ -266,7 +284,8 @@ class SimCluster:
                 continue
             audit = sim.worker.audit(self.clock.now)
             found.extend(f"{sim.ref.node_id}: {problem}" for problem in audit.problems)
-            if audit.counts[BlockClass.FREE] != sim.worker.engine.pool.num_blocks:
+            free = audit.counts[BlockClass.FREE] + audit.counts[BlockClass.CACHED]
+            if free != sim.worker.engine.pool.num_blocks:
                 found.append(f"{sim.ref.node_id}: {audit.counts}")
             if sim.prefill is not None and (sim.prefill.jobs or len(sim.prefill.leases)):
                 found.append(f"{sim.ref.node_id}: jobs {list(sim.prefill.jobs)}")

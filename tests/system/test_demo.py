@@ -65,13 +65,15 @@ def test_every_request_tells_what_it_took(document: dict[str, Any]) -> None:
         num_prompt, num_output = len(request["prompt_token_ids"]), len(request["output_token_ids"])
         assert request["usage"] == {
             "prompt_tokens": num_prompt,
-            "cached_tokens": 0,
+            "cached_tokens": request["usage"]["cached_tokens"],
             "completion_tokens": num_output,
         }
+        assert 0 <= request["usage"]["cached_tokens"] < num_prompt
         assert request["finish_reason"] == ("length" if num_output == 32 else "stop")
         transfer = request["transfer"]
         assert transfer["connector"] == "shm"
-        assert transfer["blocks_moved"] == -(-num_prompt // block_size)
+        num_blocks = -(-num_prompt // block_size)
+        assert transfer["blocks_moved"] + transfer["blocks_reused"] == num_blocks
         assert transfer["bytes_moved"] == transfer["blocks_moved"] * block_bytes
         assert transfer["reads_failed"] == 0
         assert 0 <= transfer["transfer_exposed_s"] <= transfer["transfer_s"]

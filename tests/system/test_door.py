@@ -237,7 +237,8 @@ def push_tokens(stack: Stack, count: int, times: int = 1) -> None:
         for _ in range(times):
             known = len(request.delivered)
             run = TokenRun(known, (130 + known % 90,) * count)
-            stack.router._deliver_tokens(request, run, stack.node.clock())
+            branch = request.branches[0]
+            stack.router._delivery._deliver(request, branch, run, stack.node.clock())
 
     stack.on_loop(push)
 

@@ -105,7 +105,7 @@ def test_a_source_waits_until_what_it_has_leased_is_read(
     stack.release()
     assert worker_of(stream, "prefill") == "prefill-0"
     draining.result(LONG_S)
-    assert worker_of(started(client), "prefill") == "prefill-1"
+    assert worker_of(started(client, [5] * 40), "prefill") == "prefill-1"
     stack.assert_quiet()
 
 

@@ -1,0 +1,102 @@
+"""Which KV a sequence begins with, and for which it waits.
+
+A sequence begins with the longest part of its tokens whose KV is in the pool, less the last token,
+which is computed to get logits. Where the next block after that is being computed for another
+running sequence, it waits for it instead of computing it too. The wait ends with that sequence's
+next steps: a running sequence gets tokens in every step, and one that is preempted, fails or is
+removed computes nothing any longer, so that whoever waited takes over.
+
+Pure; knows the pool through its manager, and nothing of lines or budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.engine.sequence import SequenceState
+from kvferry.kv_cache.block_table import KVCacheManager, Prefix, SealedBlock
+from kvferry.kv_cache.hashing import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a sequence would begin.
+
+    Attributes:
+        prefix: KV that it would share.
+        num_computed: leading positions that need no computing.
+        num_blocks: blocks that the whole sequence lacks then, the copy of a shared block included.
+        num_available: blocks that can be taken once it shares the prefix.
+    """
+
+    prefix: Prefix
+    num_computed: int
+    num_blocks: int
+    num_available: int
+
+
+class PrefixReuse:
+    """See the module."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._computing: dict[BlockHash, SequenceState] = {}
+
+    def find(self, sequence: SequenceState) -> Beginning:
+        """How the sequence, whose table is empty, would begin now."""
+        prefix = Prefix()
+        if _may_reuse(sequence):
+            prefix = self._kv.find_prefix(sequence.hashes, sequence.token_ids)
+        beginning = self._with(sequence, prefix)
+        if prefix.block_ids and beginning.num_blocks > beginning.num_available:
+            # The copy may be what is too much: computing one block more needs none.
+            beginning = self._with(sequence, self._kv.without_last_block(prefix))
+        return beginning
+
+    def _with(self, sequence: SequenceState, prefix: Prefix) -> Beginning:
+        kv, length = self._kv, len(sequence.token_ids)
+        computed = min(prefix.num_tokens, length - 1)
+        copies = len(prefix.block_ids) * kv.block_size > computed
+        lacks = kv.blocks_for(length) - len(prefix.block_ids) + copies
+        available = kv.pool.num_free - kv.num_cached(prefix)
+        return Beginning(prefix, computed, lacks, available)
+
+    def must_wait(self, sequence: SequenceState, beginning: Beginning) -> bool:
+        """Whether the block after its beginning is being computed for another."""
+        if not self._computing or not _may_reuse(sequence):
+            return False
+        end = len(beginning.prefix.block_ids) * self._kv.block_size + self._kv.block_size
+        if end > len(sequence.token_ids) or beginning.num_computed % self._kv.block_size:
+            return False
+        other = self._computing.get(sequence.hashes.value_at(end, sequence.token_ids))
+        return other is not None and other is not sequence
+
+    def begin(self, sequence: SequenceState, beginning: Beginning) -> None:
+        """The sequence takes its prefix; what it will compute is noted for others."""
+        size = self._kv.block_size
+        self._kv.adopt(sequence.table, beginning.prefix)
+        sequence.num_computed_tokens = beginning.num_computed
+        whole = beginning.num_computed // size
+        ids = beginning.prefix.block_ids[:whole]
+        sequence.reused = [SealedBlock(place * size, b, size) for place, b in enumerate(ids)]
+        if sequence.first_scheduled_at is None:
+            sequence.num_cached_tokens = min(beginning.num_computed, sequence.num_kv_prompt)
+        if self._kv.pool.index is None:
+            return
+        for end in range((whole + 1) * size, len(sequence.token_ids) + 1, size):
+            value = sequence.hashes.value_at(end, sequence.token_ids)
+            if value not in self._computing:
+                self._computing[value] = sequence
+                sequence.computing.append(value)
+
+    def stop(self, sequence: SequenceState) -> None:
+        """The sequence computes nothing any longer, or all that it was to compute is done."""
+        for value in sequence.computing:
+            del self._computing[value]
+        sequence.computing.clear()
+        sequence.reused.clear()
+
+
+def _may_reuse(sequence: SequenceState) -> bool:
+    """Not where every position's logits are wanted."""
+    return sequence.spec.sampling.prompt_logprobs is None
