@@ -17,6 +17,7 @@ from collections import Counter, deque
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.delivery import Delivery
 from kvferry.cluster.errors import Overloaded, WorkerLost
+from kvferry.cluster.kv_index import KVIndex
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.lists import compare
 from kvferry.cluster.policy import Policy
@@ -50,11 +51,11 @@ class Router:
         self.policy = policy
         self.config = config
         self._legs = Legs(ref, address)
+        self.kv_index = KVIndex()
         self.channels = self._legs.channels
         self.workers = self._legs.workers
         self.outbox = self._legs.outbox
-        self.dismiss = self._legs.remove_worker  # one that holds nothing: this is no death
-        self._line = WaitingLine(policy, self._legs)
+        self._line = WaitingLine(policy, self._legs, self.kv_index)
         self.decisions = self._line.decisions
         self._delivery = Delivery(self._end_branch, self._end)
         self.requests: dict[RequestId, RoutedRequest] = {}
@@ -80,6 +81,7 @@ class Router:
         """A worker is dead (or taken for it): its legs are placed anew. Unknown: nothing."""
         if not self._legs.remove_worker(ref):
             return
+        self.kv_index.drop(ref)
         logger.warning("worker %s epoch %d is lost: %s", ref.node_id, ref.epoch, why)
         self.counters["worker_deaths"] += 1
         self.lost.append(Death(ref, why, now))
@@ -89,6 +91,11 @@ class Router:
             elif request.prefill is not None and request.prefill.worker == ref:
                 self._prefill_lost(request, f"{ref.node_id}: {why}", now)
         self._place(now)
+
+    def dismiss(self, ref: NodeRef) -> bool:
+        """Forget a worker that holds nothing: this is no death. False if it was not known."""
+        self.kv_index.drop(ref)
+        return self._legs.remove_worker(ref)
 
     def _prefill_lost(self, request: RoutedRequest, why: str, now: float) -> None:
         """Token 1 delivered: the router has the hand-off record. Else a new attempt."""
@@ -171,13 +178,17 @@ class Router:
                 self._reserved(envelope.sender, reply, now)
             case m.PrefillDone() as done:
                 self._prefill_done(envelope.sender, done, now)
-            case m.TokenEvents(events):
-                for event in events:
+            case m.TokenEvents(tokens):
+                for event in tokens:
                     self._token_event(envelope.sender, event, now)
             case m.LegFailed() as failure:
                 self._leg_failed(envelope.sender, failure, now)
             case m.HeldList(items):
                 self._held(record, envelope, items, now)
+            case m.KVEvents() as events:
+                self.kv_index.apply(envelope.sender, events)
+            case m.KVSnapshot() as snapshot:
+                self.kv_index.load(envelope.sender, snapshot)
             case m.AuditReport() as report:
                 self.audits.append((envelope.sender, report))
             case _:
@@ -303,6 +314,12 @@ class Router:
         if now >= self._next_lists:
             self._next_lists = now + self.config.list_period
             self._legs.send_lists(self.requests)
+            for record in self.workers:
+                load = record.load
+                if load is not None and self.kv_index.wants_snapshot(
+                    record.ref, load.num_kv_events
+                ):
+                    self._legs.send(record.ref, m.KVSnapshotRequest())
         self._give_up_waiting(now)
         self._place(now)
 

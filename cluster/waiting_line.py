@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from kvferry.cluster.decisions import Decision
+from kvferry.cluster.kv_index import KVIndex, chain_for
 from kvferry.cluster.legs import Legs
-from kvferry.cluster.policy import Policy
+from kvferry.cluster.policy import Placement, Policy
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
 from kvferry.worker.messages import Role
 
@@ -20,10 +21,11 @@ from kvferry.worker.messages import Role
 class WaitingLine:
     """See the module. ``decisions`` are the last placements."""
 
-    def __init__(self, policy: Policy, legs: Legs) -> None:
+    def __init__(self, policy: Policy, legs: Legs, kv_index: KVIndex) -> None:
         self.decisions: deque[Decision] = deque(maxlen=256)
         self._policy = policy
         self._legs = legs
+        self._kv_index = kv_index
         self._line: list[RoutedRequest] = []
 
     def __iter__(self) -> Iterator[RoutedRequest]:
@@ -61,8 +63,22 @@ class WaitingLine:
                 placement.decode.node_id,
                 placement.prefill.node_id if placement.prefill is not None else None,
                 placement.reason,
+                self._cached_tokens(request, placement),
             )
             self.decisions.append(request.decision)
+
+    def _cached_tokens(self, request: RoutedRequest, placement: Placement) -> int:
+        """The prompt's tokens whose KV is where they would be computed or wanted."""
+        most = 0
+        for ref in {placement.decode, placement.prefill or placement.decode}:
+            record = self._legs.workers.get(ref)
+            if record is None or record.load is None or not record.load.match_unit:
+                continue
+            model, salt = record.member.peer_info.model, request.spec.cache_salt
+            chain = chain_for(model, salt, record.load.match_unit)
+            prompt = request.spec.prompt_token_ids
+            most = max(most, self._kv_index.cached_tokens(ref, chain, prompt))
+        return most
 
     def movable(self, requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
         """Those of ``requests`` that wait for blocks of one worker while another has enough, or

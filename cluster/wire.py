@@ -239,7 +239,7 @@ def decision(entry: Decision) -> pb.Decision:
         prefill_worker=entry.prefill_worker,
         decode_worker=entry.decode_worker,
         actual_ttft_s=entry.actual_ttft_s,
-        cached_tokens=0,
+        cached_tokens=entry.cached_tokens,
         reason=entry.reason,
     )
 

@@ -56,7 +56,7 @@ class Engine:
         self.step_started_at = 0.0
         self._runner = runner
         self._model = model
-        self._match_unit = match_unit
+        self.match_unit = match_unit if match_unit is not None else block_size
         self.clock = clock
 
     def new_sequence(
@@ -123,7 +123,7 @@ class Engine:
     def hash_chain(self, spec: RequestSpec) -> HashChain:
         """The request's hash chain, rooted in this engine's model and the request's salt."""
         root = root_hash(self._model, spec.cache_salt)
-        return HashChain(root, self.block_size, self._match_unit)
+        return HashChain(root, self.block_size, self.match_unit)
 
     @property
     def has_work(self) -> bool:

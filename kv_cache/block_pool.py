@@ -265,6 +265,8 @@ class BlockPool:
     def clear_cache(self) -> int:
         """Forget every cached block; returns how many. Blocks with an owner stay found."""
         count = len(self._cached)
+        if self.index is not None and count == self.num_blocks - len(self._free):
+            self.index.clear()  # nothing has an owner: one event says it all
         while self._cached:
             block_id, _ = self._cached.popitem(last=False)
             self._forget(block_id)

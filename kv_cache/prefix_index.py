@@ -8,8 +8,9 @@ nobody holds is worth keeping, and drops it from here when it takes the block fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvferry.kv_cache.hashing import BlockHash, Mark
@@ -22,34 +23,34 @@ class Entry(NamedTuple):
     num_tokens: int
 
 
+class KVEventKind(StrEnum):
+    """STORED: these can be found from now on. REMOVED: no longer. CLEARED: nothing can."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """These chain values can be found here from now on."""
+class KVEvent:
+    """One change of what can be found here. Chain values cover the tenant's salt."""
 
-    values: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """These chain values cannot be found here any longer."""
-
-    values: tuple[BlockHash, ...]
-
-
-IndexEvent = Stored | Removed
+    kind: KVEventKind
+    values: tuple[bytes, ...] = ()
 
 
 class PrefixIndex:
     """See the module.
 
-    Args:
-        on_event: called with every change, in order.
+    Attributes:
+        num_events: changes so far; the next one has this number.
     """
 
-    def __init__(self, on_event: Callable[[IndexEvent], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._entries: dict[BlockHash, Entry] = {}
         self._values: dict[int, tuple[BlockHash, ...]] = {}
-        self._on_event = on_event
+        self._untold: list[KVEvent] = []
+        self.num_events = 0
 
     def __len__(self) -> int:
         """Chain values known."""
@@ -80,13 +81,28 @@ class PrefixIndex:
             self._entries[mark.value] = Entry(block_id, mark.num_tokens)
         values = tuple(mark.value for mark in fresh)
         self._values[block_id] = self._values.get(block_id, ()) + values
-        if self._on_event is not None:
-            self._on_event(Stored(values))
+        self._tell(KVEvent(KVEventKind.STORED, values))
 
     def drop(self, block_id: int) -> None:
         """Nothing leads to the block any longer. Nothing if nothing did."""
         values = self._values.pop(block_id, ())
         for value in values:
             del self._entries[value]
-        if values and self._on_event is not None:
-            self._on_event(Removed(values))
+        if values:
+            self._tell(KVEvent(KVEventKind.REMOVED, values))
+
+    def clear(self) -> None:
+        """Nothing leads anywhere any longer."""
+        if self._values:
+            self._entries.clear()
+            self._values.clear()
+            self._tell(KVEvent(KVEventKind.CLEARED))
+
+    def _tell(self, event: KVEvent) -> None:
+        self.num_events += 1
+        self._untold.append(event)
+
+    def take_events(self) -> tuple[int, tuple[KVEvent, ...]]:
+        """The changes since this was last called, and the number of the first."""
+        events, self._untold = tuple(self._untold), []
+        return self.num_events - len(events), events

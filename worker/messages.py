@@ -16,6 +16,7 @@ from enum import StrEnum
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.kv_transfer.connector import BlockRef
+from kvferry.worker.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
 from kvferry.worker.lists import (
     HeldItem,
     HeldList,
@@ -322,6 +323,9 @@ Body = (
     | PullList
     | AuditRequest
     | AuditReport
+    | KVEvents
+    | KVSnapshotRequest
+    | KVSnapshot
 )
 
 
@@ -345,7 +349,8 @@ class Envelope:
 __all__ = [
     "Acknowledge", "Announce", "AnnouncedBlock", "AuditReport", "AuditRequest", "BlockReport",
     "Body", "CancelLeg", "DecodeStats", "Envelope", "FailureCause", "HandOff",
-    "HandOffRecord", "HeldItem", "HeldList", "LeaseEnded", "Leg", "LegFailed", "LegState",
+    "HandOffRecord", "HeldItem", "HeldList",
+    "KVEvents", "KVSnapshot", "KVSnapshotRequest", "LeaseEnded", "Leg", "LegFailed", "LegState",
     "LoadReport", "Member", "Membership", "NodeRef", "OwnerReport", "PeerState",
     "PrefillDone", "PrefillRequest", "PrefillStats", "PullList", "PullRefused", "Received",
     "Replay",

@@ -65,7 +65,8 @@ class PeerState:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a worker holds, for placement and status. Free blocks are those that can be taken,
-    cached ones among them.
+    cached ones among them; ``match_unit`` is the number of tokens per chain value of its index,
+    0 if it has none.
     """
 
     membership_version: int = 0
@@ -79,6 +80,8 @@ class LoadReport:
     num_full: int = 0
     num_preemptions: int = 0
     stale_refused: int = 0
+    num_kv_events: int = 0
+    match_unit: int = 0
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     peers: tuple[PeerState, ...] = ()

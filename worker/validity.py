@@ -29,6 +29,7 @@ FINISHES = frozenset(reason.value for reason in FinishReason)
 _WORDS = frozenset({"seed", "digest", "generation"})
 _LARGE = frozenset(
     {"epoch", "router_epoch", "version", "membership_version", "query_id", "number", "attempt"}
+    | {"num_kv_events", "first", "next_event"}
     | {"bytes_moved", "block_bytes", "queued_tokens", "num_preemptions", "stale_refused"}
 )
 _MAY_BE_NEGATIVE = frozenset(

@@ -149,6 +149,8 @@ class Worker:
             router.last_heard = now
         if isinstance(body, m.Membership):
             self._learn(envelope.sender, body, now)
+        elif isinstance(body, m.KVSnapshotRequest):
+            self._tell_everything(envelope.sender)
         elif isinstance(body, m.AuditRequest):
             self.send(envelope.sender, self._audit_report(body.query_id, now))
         elif not isinstance(body, m.RouterHeartbeat):
@@ -175,6 +177,7 @@ class Worker:
                     self.send(router.ref, m.HeldList(tuple(held)))
         for role in self.roles:
             role.tick(now)
+        self._tell_changes()
 
     def step(self) -> bool:
         """Move blocks, then compute one step; returns whether there was anything to do."""
@@ -195,6 +198,23 @@ class Worker:
     def _flush(self, now: float) -> None:
         for role in self.roles:
             role.flush(now)
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        """Tell every router what can be found in the pool since it was last told."""
+        index = self.engine.pool.index
+        if index is None:
+            return
+        first, events = index.take_events()
+        if events:
+            for router in self._routers.values():
+                self.send(router.ref, m.KVEvents(first, events))
+
+    def _tell_everything(self, router: NodeRef) -> None:
+        index = self.engine.pool.index
+        if index is not None:
+            self._tell_changes()
+            self.send(router, m.KVSnapshot(index.num_events, index.values()))
 
     # --- reports ----------------------------------------------------------------------------
 
@@ -214,7 +234,7 @@ class Worker:
 
     def load(self) -> LoadReport:
         """What this worker holds now."""
-        scheduler = self.engine.scheduler
+        scheduler, index = self.engine.scheduler, self.engine.pool.index
         load = LoadReport(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -223,6 +243,8 @@ class Worker:
             num_free_blocks=self.engine.pool.num_free,
             num_cached_blocks=self.engine.pool.num_cached,
             num_preemptions=scheduler.num_preemptions,
+            num_kv_events=index.num_events if index is not None else 0,
+            match_unit=self.engine.match_unit if index is not None else 0,
             stale_refused=self.channels.refused.total(),
             peers=tuple(self._peer_states()),
         )

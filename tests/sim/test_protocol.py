@@ -31,6 +31,7 @@ MESSAGES = [
     "Announce",
     "Acknowledge",
     "PullList",
+    "KVEvents",
 ]
 # LegFailed, HandOffRecord, Replay, PullRefused and LeaseEnded are sent only after something has
 # gone wrong; they are dropped in the scenarios that cause them.
