@@ -52,11 +52,13 @@ class ScheduledStep:
     sequences: tuple[SequenceState, ...]
 
     def alone(self, index: int) -> ScheduledStep:
-        """The share of one sequence as a step by itself; copies may be made again."""
+        """The share of one sequence as a step by itself, with the copies into its own blocks.
+
+        These may be made again; those of others would undo what they have written since.
+        """
         share = self.output.sequences[index]
-        return ScheduledStep(
-            SchedulerOutput((share,), self.output.copies), (self.sequences[index],)
-        )
+        copies = tuple(pair for pair in self.output.copies if pair[1] in share.block_table)
+        return ScheduledStep(SchedulerOutput((share,), copies), (self.sequences[index],))
 
 
 class Scheduler:

@@ -126,6 +126,20 @@ def test_who_waited_takes_over_when_the_other_is_removed(steps: int) -> None:
     bench.assert_empty()
 
 
+def test_copies_of_a_step_that_raised_are_made_once_for_each_sequence() -> None:
+    """Copied again, the first one's block would lose the token that it has written since."""
+    bench = Bench(32, 4, config(), caching=True, match_unit=1)
+    bench.submit(stub_spec("first", PROMPT[:6], 1), prefill_only=True)
+    bench.run()
+    for name, token in (("a", 40), ("b", 41)):
+        bench.submit(stub_spec(name, (*PROMPT[:5], token), 4))
+    bench.runner.stub.fail_next = 1  # the batch; then each runs by itself
+    bench.run()
+    assert [s.num_cached_tokens for s in bench.sequences.values()] == [0, 5, 5]
+    bench.assert_exact()
+    bench.assert_empty()
+
+
 def test_a_pool_full_of_cached_blocks_is_free_for_anybody() -> None:
     bench = bench_of(num_blocks=4)
     for number in range(3):
