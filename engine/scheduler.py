@@ -244,6 +244,7 @@ class Scheduler:
             spare = self.watermark_blocks + promised if self.running else 0
             if sequence.table.block_ids:
                 whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
+                whole += self._kv.needs_copy(sequence.table, sequence.num_computed_tokens)
                 available = self._kv.pool.num_free
             else:
                 beginning = self._reuse.find(sequence)

@@ -127,6 +127,15 @@ class KVCacheManager:
         """Blocks that ``table`` lacks to hold ``num_tokens`` positions (copies not counted)."""
         return max(0, self.blocks_for(num_tokens) - len(table.block_ids))
 
+    def needs_copy(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """Whether to write at the next position is to copy the block that it lies in."""
+        index = num_computed_tokens // self.block_size
+        if index >= len(table.block_ids):
+            return False
+        block_id = table.block_ids[index]
+        sealed = self.pool.blocks[block_id].state is BlockState.SEALED
+        return sealed and not self.pool.can_reopen(block_id)
+
     def allocate(
         self,
         table: BlockTable,

@@ -175,6 +175,22 @@ def test_a_hit_that_fills_the_pool_gives_up_a_block_rather_than_wait_for_ever() 
     bench.assert_exact()
 
 
+def test_one_that_waits_with_blocks_needs_room_for_the_copy_of_its_last() -> None:
+    """It appends to a block that others can find, and the pool is full when its turn comes."""
+    bench = bench_of(num_blocks=5, seqs=1)
+    bench.submit(stub_spec("runs", (1, 2, 3), 2))
+    bench.step()
+    bench.join(stub_spec("waits", range(10, 16), 2))
+    bench.step()
+    reserved = bench.reserve(bench.pool.num_free)
+    assert not bench.step(), "it waits"
+    assert bench.waiting == ["waits"]
+    bench.engine.kv.free(reserved)
+    bench.run()
+    bench.assert_exact()
+    bench.assert_empty()
+
+
 def test_a_preempted_sequence_takes_its_blocks_back_where_they_are() -> None:
     bench = bench_of(num_blocks=6, seqs=2)
     bench.submit(stub_spec("a", [0, 1, 2, 3, 4, 5, 6], 12))
