@@ -17,7 +17,7 @@ Each step:
     Sequences that came with computed blocks and found every seat taken stand first in line, for
     their blocks come back only when they run.
  3. If nothing runs and the first in line does not fit, the newest other sequence that waits with
-    blocks gives them back.
+    blocks gives them back; likewise if nothing that runs can go on because its blocks are shared.
 
 Pure and deterministic; knows no model, clock, socket or role.
 """
@@ -135,7 +135,7 @@ class Scheduler:
         elif self.waiting:
             planned.extend(self._admit(budget))
         if not planned:
-            if not preempted and not self.running:
+            if not preempted:
                 self._take_back()
             return None
         return ScheduledStep(
@@ -202,8 +202,19 @@ class Scheduler:
         return max(candidates, key=lambda s: s.arrival, default=None)
 
     def _take_back(self) -> None:
-        """Free the table of the newest waiting sequence that has one, but the first in line's."""
-        holders = [s for s in self.waiting[1:] if self._kv.has_freeable_block(s.table)]
+        """Nobody can go on: free the table of the newest sequence that waits with one.
+
+        Not that of the first in line where nothing runs. Where none gives a block back now, one
+        that shares blocks lets go of them, so that they are another's alone. What runs and shares
+        nothing waits for a lease to end, and nobody has to give way.
+        """
+        if self.running and not any(self._kv.has_shared_block(s.table) for s in self.running):
+            return
+        waiting = self.waiting if self.running else self.waiting[1:]
+        holders = [s for s in waiting if self._kv.has_freeable_block(s.table)]
+        if not holders:
+            others = (*self.running[1:], *waiting)
+            holders = [s for s in others if self._kv.has_shared_block(s.table)]
         if holders:
             self._preempt(holders[-1])
 

@@ -218,6 +218,10 @@ class KVCacheManager:
         """Whether freeing the table would give at least one block back now."""
         return any(self.pool.is_held_once(block_id) for block_id in table.held_ids)
 
+    def has_shared_block(self, table: BlockTable) -> bool:
+        """Whether another table lists a block of this one too."""
+        return any(self.pool.blocks[block_id].ref_count > 1 for block_id in table.held_ids)
+
     def free(self, table: BlockTable) -> None:
         """Give back the table's references; a freed table is empty, so twice is harmless."""
         block_ids, table.block_ids, table.copied_from = table.held_ids, [], []

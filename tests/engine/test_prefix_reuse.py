@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvferry.engine.request import RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.audit import BlockClass
+from kvferry.kv_cache.block_table import BlockTable
 from tests.engine.stepping import Bench, config
-from tests.fakes import stub_spec
+from tests.fakes import ATTEMPT, stub_spec
 
 PROMPT = tuple(range(40))
 
@@ -187,6 +188,24 @@ def test_one_that_waits_with_blocks_needs_room_for_the_copy_of_its_last() -> Non
     assert bench.waiting == ["waits"]
     bench.engine.kv.free(reserved)
     bench.run()
+    bench.assert_exact()
+    bench.assert_empty()
+
+
+def test_one_whose_blocks_others_wait_with_does_not_wait_for_ever() -> None:
+    """All that runs has is shared, and what waits holds the rest of the pool."""
+    bench = bench_of(num_blocks=4, seqs=1)
+    bench.submit(stub_spec("runs", PROMPT[:4], 3))
+    bench.step()
+    engine, spec = bench.engine, stub_spec("shares", PROMPT[:7], 2)
+    table = BlockTable(4)
+    engine.kv.adopt(table, engine.kv.find_prefix(engine.hash_chain(spec), PROMPT[:7]))
+    bench.sequences["shares"] = engine.new_sequence(
+        spec, ATTEMPT, bench.owner, table=table, num_computed_tokens=4
+    )
+    bench.join(stub_spec("holds", range(20, 32), 2))
+    assert (bench.pool.num_free, bench.waiting) == (0, ["shares", "holds"])
+    bench.run(50)
     bench.assert_exact()
     bench.assert_empty()
 
