@@ -33,6 +33,10 @@ STALL_LIMIT_S = 5.0
 MOST_STEPS_TO_THE_END = 400
 
 
+class Enough(KeyboardInterrupt):
+    """As many steps as were asked for; hypothesis lets it through."""
+
+
 def pick(items: list[Item], number: int) -> Item:
     return items[number % len(items)]
 
@@ -43,20 +47,22 @@ class CacheHouse(RuleBasedStateMachine):
     Attributes:
         num_steps: turns that rules took, of all machines of this process.
         failed_at: the first of them in which something did not hold.
+        most_steps: steps after which ``Enough`` is raised.
         seen: what has happened how often, of all machines.
     """
 
+    most_steps: ClassVar[int | None] = None
     num_steps: ClassVar[int] = 0
     failed_at: ClassVar[int | None] = None
     seen: ClassVar[Counter[str]] = Counter()
     holds: bool | None = None
 
     @initialize(
-        sizes=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4)]),
-        num_blocks=st.integers(5, 16),
-        seats=st.integers(1, 5),
-        budget=st.integers(1, 16),
-        chunk=st.integers(1, 16),
+        sizes=st.sampled_from([(2, 1), (1, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4)]),
+        num_blocks=st.sampled_from([8, 4, 5, 6, 7, 10, 14]),
+        seats=st.sampled_from([4, 1, 2, 3, 5]),
+        budget=st.sampled_from([16, 1, 2, 5, 8, 12]),
+        chunk=st.sampled_from([16, 1, 3, 8]),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         may_lose=st.booleans(),
     )
@@ -101,7 +107,9 @@ class CacheHouse(RuleBasedStateMachine):
     # --- turns ------------------------------------------------------------------------------
 
     def turn(self, action: Callable[[], object]) -> None:
-        """One step of the machine: counted, and checked."""
+        """One step of the machine: counted, and checked. Raises Enough."""
+        if CacheHouse.num_steps == CacheHouse.most_steps:
+            raise Enough
         CacheHouse.num_steps += 1
         self.uncounted(action)
 
@@ -127,7 +135,8 @@ class CacheHouse(RuleBasedStateMachine):
 
     def new_record(self, start: list[int], tail: list[int], max_tokens: int, salt: str) -> Record:
         """A request that goes on from ``start``, cut to what fits the pool."""
-        tokens = ([*start, *tail] or [0])[: max(1, self.most_tokens - max_tokens)]
+        max_tokens = min(max_tokens, self.most_tokens - 1)
+        tokens = ([*start, *tail] or [0])[: self.most_tokens - max_tokens]
         self.num_records += 1
         cells = self.model.words.extend(salt, tokens)
         table = BlockTable(self.size)
@@ -276,10 +285,12 @@ class CacheHouse(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever has happened, everybody comes to an end, and the pool is whole."""
-        if self.holds:
-            self.to_the_end()
-        if self.holds is False and CacheHouse.failed_at is None:
-            CacheHouse.failed_at = CacheHouse.num_steps
+        try:
+            if self.holds:
+                self.to_the_end()
+        finally:
+            if self.holds is False and CacheHouse.failed_at is None:
+                CacheHouse.failed_at = CacheHouse.num_steps
 
     def to_the_end(self) -> None:
         self.uncounted(self.leave)

@@ -37,7 +37,7 @@ HAPPENED = (
 def test_contents_equal_a_dictionary_for_ten_thousand_steps(
     record_property: Callable[[str, object], None],
 ) -> None:
-    run(seed=0, num_examples=NUM_EXAMPLES, phases=(Phase.generate, Phase.shrink))
+    run(seed=0, num_examples=NUM_EXAMPLES)
     print(f"{CacheHouse.num_steps} steps: {dict(sorted(CacheHouse.seen.items()))}")
     record_property("steps", CacheHouse.num_steps)
     assert CacheHouse.num_steps >= LEAST_STEPS
@@ -49,5 +49,5 @@ def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine can fail: here a runner's copies go nowhere."""
     monkeypatch.setattr("tests.engine.cache_model.CacheModel.copy", lambda *_: None)
     with pytest.raises(AssertionError):
-        run(seed=0, num_examples=NUM_EXAMPLES, phases=(Phase.generate,), quiet=True)
+        run(seed=0, num_examples=NUM_EXAMPLES, phases=(Phase.generate,))
     assert CacheHouse.failed_at is not None
