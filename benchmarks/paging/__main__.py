@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -46,7 +47,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as SVG")
     parser.add_argument("--json", action="store_true", help="print the document instead")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.given = list(arguments)
+    return args
 
 
 def rows(distribution: Distribution, memory_tokens: int, sizes: Sequence[int]) -> Iterator[Json]:
@@ -104,6 +107,7 @@ def document(args: argparse.Namespace) -> Json:
         )
     return {
         **common_fields("paging", [], datetime.now(UTC)),
+        "command": f"make paging ARGS={shlex.quote(shlex.join(args.given))}",
         "memory_bytes": args.memory_mib * MIB,
         "token_bytes": geometry.kv_bytes(1),
         "memory_tokens": memory_tokens,
