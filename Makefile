@@ -4,6 +4,8 @@
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
 # make cancel-storm   5,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
+# make mutants   faults of one line, each in a copy of the cache; print where the machine notices it
+# make paging   requests that fit a KV memory, reserved contiguously and in blocks (docs/paging.md)
 # make parity   every kind of model beside transformers; print the table of docs/models.md
 # make peers  KVFerry and vLLM on the CPU, one after the other, under one load (docs/benchmarks.md)
 # make ext    compile the kernels again, in place
@@ -11,8 +13,8 @@
 # make neon   compile the kernels for aarch64 and run them under qemu
 # make format | proto | clean | distclean
 #
-# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos`, `parity` or
-# `peers`. pip's own settings (index, proxy, certificates) are honoured.
+# PYTHON=python3.12 picks the interpreter; ARGS="--json" goes to `kvferry demo`, `chaos`, `mutants`,
+# `paging`, `parity` or `peers`. pip's own settings (index, proxy, certificates) are honoured.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +30,7 @@ INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 INSTALLED_PEERS := $(PEERS_VENV)/.stamp-installed
 
-.PHONY: help demo test chaos false-deaths cancel-storm fuzz parity peers ext sanitize neon format proto clean distclean
+.PHONY: help demo test chaos false-deaths cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -54,6 +56,12 @@ cancel-storm: $(INSTALLED_DEV)
 
 fuzz: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+mutants: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
+paging: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.paging $(ARGS)
 
 parity: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.parity $(ARGS)

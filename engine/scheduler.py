@@ -17,7 +17,7 @@ Each step:
     Sequences that came with computed blocks and found every seat taken stand first in line, for
     their blocks come back only when they run.
  3. If nothing runs and the first in line does not fit, the newest other sequence that waits with
-    blocks gives them back.
+    blocks gives them back; likewise if nothing that runs can go on because its blocks are shared.
 
 Pure and deterministic; knows no model, clock, socket or role.
 """
@@ -52,11 +52,13 @@ class ScheduledStep:
     sequences: tuple[SequenceState, ...]
 
     def alone(self, index: int) -> ScheduledStep:
-        """The share of one sequence as a step by itself; copies may be made again."""
+        """The share of one sequence as a step by itself, with the copies into its own blocks.
+
+        These may be made again; those of others would undo what they have written since.
+        """
         share = self.output.sequences[index]
-        return ScheduledStep(
-            SchedulerOutput((share,), self.output.copies), (self.sequences[index],)
-        )
+        copies = tuple(pair for pair in self.output.copies if pair[1] in share.block_table)
+        return ScheduledStep(SchedulerOutput((share,), copies), (self.sequences[index],))
 
 
 class Scheduler:
@@ -133,7 +135,7 @@ class Scheduler:
         elif self.waiting:
             planned.extend(self._admit(budget))
         if not planned:
-            if not preempted and not self.running:
+            if not preempted:
                 self._take_back()
             return None
         return ScheduledStep(
@@ -203,8 +205,19 @@ class Scheduler:
         return max(candidates, key=lambda s: s.arrival, default=None)
 
     def _take_back(self) -> None:
-        """Free the table of the newest waiting sequence that has one, but the first in line's."""
-        holders = [s for s in self.waiting[1:] if self._kv.has_freeable_block(s.table)]
+        """Nobody can go on: free the table of the newest sequence that waits with one.
+
+        Not that of the first in line where nothing runs. Where none gives a block back now, one
+        that shares blocks lets go of them, so that they are another's alone. What runs and shares
+        nothing waits for a lease to end, and nobody has to give way.
+        """
+        if self.running and not any(self._kv.has_shared_block(s.table) for s in self.running):
+            return
+        waiting = self.waiting if self.running else self.waiting[1:]
+        holders = [s for s in waiting if self._kv.has_freeable_block(s.table)]
+        if not holders:
+            others = (*self.running[1:], *waiting)
+            holders = [s for s in others if self._kv.has_shared_block(s.table)]
         if holders:
             self._preempt(holders[-1])
 
@@ -245,6 +258,7 @@ class Scheduler:
             spare = self.watermark_blocks + promised if self.running else 0
             if sequence.table.block_ids:
                 whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
+                whole += self._kv.needs_copy(sequence.table, sequence.num_computed_tokens)
                 available = self._kv.pool.num_free
             else:
                 beginning = self._reuse.find(sequence)

@@ -150,6 +150,15 @@ class KVCacheManager:
         """Blocks that ``table`` lacks to hold ``num_tokens`` positions (copies not counted)."""
         return max(0, self.blocks_for(num_tokens) - len(table.block_ids))
 
+    def needs_copy(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """Whether to write at the next position is to copy the block that it lies in."""
+        index = num_computed_tokens // self.block_size
+        if index >= len(table.block_ids):
+            return False
+        block_id = table.block_ids[index]
+        sealed = self.pool.blocks[block_id].state is BlockState.SEALED
+        return sealed and not self.pool.can_reopen(block_id)
+
     def allocate(
         self,
         table: BlockTable,
@@ -231,6 +240,10 @@ class KVCacheManager:
     def has_freeable_block(self, table: BlockTable) -> bool:
         """Whether freeing the table would give at least one block back now."""
         return any(self.pool.is_held_once(block_id) for block_id in table.held_ids)
+
+    def has_shared_block(self, table: BlockTable) -> bool:
+        """Whether another table lists a block of this one too."""
+        return any(self.pool.blocks[block_id].ref_count > 1 for block_id in table.held_ids)
 
     def free(self, table: BlockTable) -> None:
         """Give back the table's references; a freed table is empty, so twice is harmless."""

@@ -135,6 +135,7 @@ class Bench:
         )
         self.sequences: dict[str, SequenceState] = {}
         self.leases: list[tuple[str, int]] = []
+        self.reserved: list[BlockTable] = []
         self.num_steps = 0
 
     def _spoil(self, block_id: int, generation: int) -> None:
@@ -192,6 +193,11 @@ class Bench:
         sequence = self.join(stub_spec(name, range(num_prompt), 2), num_computed)
         assert sequence is not None
         return sequence
+
+    def reserve(self, num_blocks: int) -> BlockTable:
+        """Blocks that are held for a request which is not here yet."""
+        self.reserved.append(BlockTable(self.block_size, self.pool.allocate(num_blocks)))
+        return self.reserved[-1]
 
     def pin(self, name: str, block_id: int) -> None:
         """A lease on a sealed block."""
@@ -251,7 +257,7 @@ class Bench:
 
     def audit(self) -> PoolAudit:
         """Hold the pool against the sequences' tables and the leases."""
-        tables = [s.table for s in self.engine.scheduler.sequences.values()]
+        tables = [s.table for s in self.engine.scheduler.sequences.values()] + self.reserved
         owners = [Owner(OwnerKind.REQUEST, b, "r") for table in tables for b in table.held_ids]
         owners.extend(Owner(OwnerKind.READER, block_id, name) for name, block_id in self.leases)
         owners.extend(index_owners(self.pool))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvferry.engine.request import RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.audit import BlockClass
+from kvferry.kv_cache.block_table import BlockTable
 from tests.engine.stepping import Bench, config
-from tests.fakes import stub_spec
+from tests.fakes import ATTEMPT, stub_spec
 
 PROMPT = tuple(range(40))
 
@@ -126,6 +127,20 @@ def test_who_waited_takes_over_when_the_other_is_removed(steps: int) -> None:
     bench.assert_empty()
 
 
+def test_copies_of_a_step_that_raised_are_made_once_for_each_sequence() -> None:
+    """Copied again, the first one's block would lose the token that it has written since."""
+    bench = Bench(32, 4, config(), caching=True, match_unit=1)
+    bench.submit(stub_spec("first", PROMPT[:6], 1), prefill_only=True)
+    bench.run()
+    for name, token in (("a", 40), ("b", 41)):
+        bench.submit(stub_spec(name, (*PROMPT[:5], token), 4))
+    bench.runner.stub.fail_next = 1  # the batch; then each runs by itself
+    bench.run()
+    assert [s.num_cached_tokens for s in bench.sequences.values()] == [0, 5, 5]
+    bench.assert_exact()
+    bench.assert_empty()
+
+
 def test_a_pool_full_of_cached_blocks_is_free_for_anybody() -> None:
     bench = bench_of(num_blocks=4)
     for number in range(3):
@@ -159,6 +174,40 @@ def test_a_hit_that_fills_the_pool_gives_up_a_block_rather_than_wait_for_ever() 
         bench.run()
     assert sequence.num_cached_tokens == 8
     bench.assert_exact()
+
+
+def test_one_that_waits_with_blocks_needs_room_for_the_copy_of_its_last() -> None:
+    """It appends to a block that others can find, and the pool is full when its turn comes."""
+    bench = bench_of(num_blocks=5, seqs=1)
+    bench.submit(stub_spec("runs", (1, 2, 3), 2))
+    bench.step()
+    bench.join(stub_spec("waits", range(10, 16), 2))
+    bench.step()
+    reserved = bench.reserve(bench.pool.num_free)
+    assert not bench.step(), "it waits"
+    assert bench.waiting == ["waits"]
+    bench.engine.kv.free(reserved)
+    bench.run()
+    bench.assert_exact()
+    bench.assert_empty()
+
+
+def test_one_whose_blocks_others_wait_with_does_not_wait_for_ever() -> None:
+    """All that runs has is shared, and what waits holds the rest of the pool."""
+    bench = bench_of(num_blocks=4, seqs=1)
+    bench.submit(stub_spec("runs", PROMPT[:4], 3))
+    bench.step()
+    engine, spec = bench.engine, stub_spec("shares", PROMPT[:7], 2)
+    table = BlockTable(4)
+    engine.kv.adopt(table, engine.kv.find_prefix(engine.hash_chain(spec), PROMPT[:7]))
+    bench.sequences["shares"] = engine.new_sequence(
+        spec, ATTEMPT, bench.owner, table=table, num_computed_tokens=4
+    )
+    bench.join(stub_spec("holds", range(20, 32), 2))
+    assert (bench.pool.num_free, bench.waiting) == (0, ["shares", "holds"])
+    bench.run(50)
+    bench.assert_exact()
+    bench.assert_empty()
 
 
 def test_a_preempted_sequence_takes_its_blocks_back_where_they_are() -> None:
