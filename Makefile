@@ -2,7 +2,7 @@
 # make test   ruff, mypy, pytest, in that order
 # make chaos  end processes under load in every state of a request; print what became of it
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
-# make cancel-storm   5,000 requests, a third cancelled at random moments; count what is left
+# make cancel-storm   10,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
 # make mutants   faults of one line, each in a copy of the cache; print where the machine notices it
 # make paging   requests that fit a KV memory, reserved contiguously and in blocks (docs/paging.md)

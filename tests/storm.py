@@ -1,5 +1,7 @@
 """``make cancel-storm``: requests of which a third are cancelled at random moments.
 
+Some ask for several outputs, and half of them find a part of their prompt, or all, in the pools.
+
 Cancels come by call, by deadline and by leaving. In the end every pool is free, every counter adds
 up, and the memory of the processes has not grown since the warm-up. The command runs it on a real
 cluster of one prefill and one decode worker with a small model of random weights; the suite, a
@@ -38,6 +40,7 @@ SWITCH_S = 0.0005  # all parties share one interpreter here: let them take turns
 RENAMED = {"aborted": "finished_abort", "failed": "finished_error"}  # of the status, here
 READINGS = 8  # of resident memory
 LONGEST_PROMPT = 60
+NUM_KNOWN = 16  # prompts that come again
 VOCAB_SIZE = len(vocabulary())
 CONFIG = "{cache: {num_blocks: 96}, decode: {num_blocks: 64}}"  # too few for all at once
 
@@ -85,6 +88,7 @@ class Storm:
         self._watched = watched
         self._longest_output = longest_output
         self._random = random
+        self._known: list[list[int]] = []
 
     async def run(self) -> Outcome:
         """All requests, ``CONCURRENCY`` at a time; memory is read along the way."""
@@ -103,11 +107,11 @@ class Storm:
 
     async def _one(self, client: AsyncClient) -> str:
         random = self._random
-        length = random.randint(1, LONGEST_PROMPT)
-        prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
+        prompt = self._prompt()
         is_doomed = random.random() < SHARE_CANCELLED
         max_tokens = self._longest_output if is_doomed else random.randint(1, 40)
-        sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        n = random.choice([1, 1, 1, 2, 4])
+        sampling = pb.SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
         how = random.choice(["call", "deadline", "leave"])
         if not is_doomed:
@@ -130,6 +134,17 @@ class Storm:
             stream.close()
             await asyncio.wait({reading})
             return "left" if reading.cancelled() or reading.exception() else reading.result()
+
+    def _prompt(self) -> list[int]:
+        """A quarter came before, another quarter begins like one that did."""
+        random = self._random
+        length = random.randint(1, LONGEST_PROMPT)
+        fresh = [random.randrange(VOCAB_SIZE) for _ in range(length)]
+        known = random.choice(self._known) if self._known else []
+        prompt = random.choice([fresh, fresh, known, (known + fresh)[:LONGEST_PROMPT]]) or fresh
+        if len(self._known) < NUM_KNOWN:
+            self._known.append(prompt)
+        return prompt
 
     async def _to_the_end(
         self, client: AsyncClient, request: pb.GenerateRequest, timeout_s: float | None
@@ -214,7 +229,7 @@ def real_storm(folder: Path, num_requests: int, seed: int) -> Outcome:
 def main() -> None:
     """Print what became of the requests; exit 1 if something does not add up."""
     parser = argparse.ArgumentParser(prog="python -m tests.storm", description=__doc__)
-    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
