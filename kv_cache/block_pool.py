@@ -233,6 +233,16 @@ class BlockPool:
             raise BlockAccountingError(f"block {block_id} is reopened while shared or pinned")
         self._raise_generation(self.blocks[block_id])
 
+    def used(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """A sequence's blocks, as (id, generation) in table order, were of use until now.
+
+        Those that are cached, and in that life, are taken after all others, the tail first:
+        leases let go of blocks in the order in which they are read, which is from the head.
+        """
+        for block_id, generation in reversed(blocks):
+            if block_id in self._cached and self.blocks[block_id].generation == generation:
+                self._cached.move_to_end(block_id)
+
     def quarantine(self, block_id: int) -> None:
         """Never use the block again in this process: a read into it may still be running."""
         self.blocks[block_id].quarantined = True

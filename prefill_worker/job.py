@@ -27,6 +27,7 @@ class PrefillJob:
     """State of one job. ``router`` wants the token, ``request.decode`` reads the blocks.
 
     Attributes:
+        held: blocks of the whole prompt as (id, generation), once it is computed.
         announced: sealed blocks in position order, pinned until verified.
         verified_until: positions that the reader has verified (cumulative).
         hand_off: set with token 1, unless that token ended the request.
@@ -42,6 +43,7 @@ class PrefillJob:
     lease: LeaseKey
     received_at: float
     wanted: WantedMark
+    held: list[tuple[int, int]] = field(default_factory=list)
     announced: list[AnnouncedBlock] = field(default_factory=list)
     verified_until: int = 0
     hand_off: HandOff | None = None

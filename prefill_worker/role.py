@@ -199,6 +199,8 @@ class PrefillRole:
         now: float,
     ) -> None:
         sequence = job.sequence
+        blocks = self._engine.pool.blocks
+        job.held = [(b, blocks[b].generation) for b in sequence.table.block_ids]
         started = sequence.first_scheduled_at if sequence.first_scheduled_at is not None else now
         prefill_s = now - started
         job.done = m.PrefillDone(
@@ -292,6 +294,7 @@ class PrefillRole:
     def _end_lease(self, job: PrefillJob) -> None:
         job.reader_done = True
         self._take_back(self.leases.end(job.lease))
+        self._engine.pool.used(job.held)
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Unpin blocks that their reader may still be reading: first nobody is served them."""

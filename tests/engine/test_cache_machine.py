@@ -34,6 +34,7 @@ HAPPENED = (
 )
 
 
+@pytest.mark.slow
 def test_contents_equal_a_dictionary_for_ten_thousand_steps(
     record_property: Callable[[str, object], None],
 ) -> None:
