@@ -122,6 +122,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         checksum=settings.checksum,
         max_in_flight_blocks=settings.max_in_flight_blocks,
         faults=settings.faults,
+        match_unit=settings.match_unit or 0,
     )
     runner = TorchModelRunner(
         model,
