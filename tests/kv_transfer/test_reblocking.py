@@ -29,7 +29,6 @@ from tests.kv_transfer.helpers import (
 )
 
 SIZES = (1, 4, 8, 16, 32, 64, 128)
-UNIT = {"match_unit": 1}
 OK, STALE, CORRUPT, FAILED = (
     ReadStatus.OK,
     ReadStatus.STALE,
@@ -114,7 +113,7 @@ def pair_of(host: Host, there: int, here: int, *, budget: int = 1000, blocks: in
         num_blocks=blocks,
         seed=1,
         layout=layout_with(block_size=there),
-        **UNIT,
+        match_unit=1,
     )
     reader = host.worker(
         "reader",
@@ -122,7 +121,7 @@ def pair_of(host: Host, there: int, here: int, *, budget: int = 1000, blocks: in
         seed=2,
         layout=layout_with(block_size=here),
         blocks_per_poll=budget,
-        **UNIT,
+        match_unit=1,
     )
     return Pair(source, reader, reader.connector.connect(source.connector.local_info()))
 
@@ -259,8 +258,8 @@ def test_blocks_of_one_size_can_be_read_by_slots_too(host: Host) -> None:
 
 def test_sources_of_several_sizes_are_read_side_by_side(host: Host) -> None:
     pair = pair_of(host, 8, 2)
-    other = host.worker("other", epoch=2, seed=3, layout=layout_with(block_size=2), **UNIT)
-    third = host.worker("third", epoch=3, seed=4, layout=layout_with(block_size=1), **UNIT)
+    other = host.worker("other", epoch=2, seed=3, layout=layout_with(block_size=2), match_unit=1)
+    third = host.worker("third", epoch=3, seed=4, layout=layout_with(block_size=1), match_unit=1)
     connector = pair.reader.connector
     small = connector.connect(other.connector.local_info())
     least = connector.connect(third.connector.local_info())
