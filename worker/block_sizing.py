@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvferry.kv_transfer.choosing import AUTO, SHM, TCP
 
 SIZES = (16, 32, 64, 128)
-"""What is chosen from. Below 16 positions attention on a CPU reads its keys in pieces."""
+"""What is chosen from."""
 
 ENOUGH_BYTES = {SHM: 64 << 10, TCP: 128 << 10, AUTO: 128 << 10}  # auto may find a peer elsewhere
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,5 +24,5 @@ def test_what_is_missing_is_what_was_never_added(
     assert [p for gap in gaps for p in range(*gap)] == [
         p for p in range(start, end) if p not in model
     ]
-    assert all(a[1] < b[0] for a, b in zip(gaps, gaps[1:], strict=False)), "runs are whole"
+    assert all(a[1] < b[0] for a, b in pairwise(gaps)), "runs are whole"
     assert positions.leading == next(p for p in range(32) if p not in model)
