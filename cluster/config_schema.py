@@ -324,12 +324,6 @@ class Config(_Section):
                 "cache.num_blocks and cache.memory are both given: keep one",
             ),
             (
-                not uneven,
-                f"cache.prefix_match_unit: got {unit}, wanted a divisor of every block size ("
-                + ", ".join(f"{role} {size}" for role, size in uneven.items())
-                + ")",
-            ),
-            (
                 scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
                 f"scheduler.max_num_batched_tokens: got {scheduler.max_num_batched_tokens}, wanted "
                 f"at least scheduler.max_num_seqs = {scheduler.max_num_seqs}: each running request "
@@ -354,6 +348,12 @@ class Config(_Section):
                 self.debug.kernels != "reference" or self.debug.isa == "auto",
                 f"debug.isa: got {self.debug.isa}, but debug.kernels is reference: only the "
                 "compiled kernels, cpu, have instruction sets",
+            ),
+            (
+                not uneven,
+                f"cache.prefix_match_unit: got {unit}, wanted a divisor of every block size ("
+                + ", ".join(f"{role} {size}" for role, size in uneven.items())
+                + ")",
             ),
             (
                 can_serve,

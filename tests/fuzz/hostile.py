@@ -66,8 +66,8 @@ def changed(value: Any, random: Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        drawn = random.choice([*INTEGERS, value + 1, value - 1, value * 1000 + 1])
-        return min(max(drawn, INTEGERS[0]), INTEGERS[-1])  # what a message can say
+        other = random.choice([*INTEGERS, value + 1, value - 1, value * 1000 + 1])
+        return min(max(other, INTEGERS[0]), INTEGERS[-1])  # what the format can say
     if isinstance(value, float):
         return random.choice(FLOATS)
     if isinstance(value, str):
