@@ -125,11 +125,12 @@ class Puller:
         """Fence reads that have given no block for ``read_timeout``; they count as failed."""
         limit = self._worker.times.read_timeout
         late = [(i, r) for i, r in leg.pull.reading.items() if now - r.progress_at > limit]
-        for read_id, read in late:
+        for read_id, _ in late:
             self._worker.reads.cancel(read_id)
             del leg.pull.reading[read_id]
-            for start in sorted(read.starts):
-                self._failed(leg, start, ReadStatus.FAILED)
+        for start in sorted(start for _, read in late for start in read.starts):
+            if not self._failed(leg, start, ReadStatus.FAILED):
+                return  # the leg is over, and holds no blocks to read into
         if late:
             self.read_missing(leg, now)
 
@@ -245,8 +246,8 @@ class Puller:
         block_id = leg.table.block_ids[index]
         self._pool.seal(block_id, end - start, marks[-1].value, marks if whole else ())
 
-    def _failed(self, leg: DecodeLeg, start: int, status: ReadStatus) -> None:
-        """Count a read that gave nothing; read again, or give the leg up."""
+    def _failed(self, leg: DecodeLeg, start: int, status: ReadStatus) -> bool:
+        """Count a read that gave nothing; True to read again, False if the leg is given up."""
         pull = leg.pull
         pull.reads_failed += 1
         self.reads_failed += 1
@@ -257,8 +258,9 @@ class Puller:
                 FailureCause.TRANSFER,
                 f"block at position {start}: read {status.value} {pull.failures[start]} times",
             )
-        else:
-            pull.unacknowledged = True
+            return False
+        pull.unacknowledged = True
+        return True
 
 
 def acknowledgement(leg: DecodeLeg) -> m.Acknowledge:

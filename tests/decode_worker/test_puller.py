@@ -200,6 +200,19 @@ def test_a_stale_block_fails_the_leg_at_once() -> None:
     assert "read stale 1 times" in failed(bench, FailureCause.TRANSFER)
 
 
+def test_reads_that_never_report_end_the_leg_once_whatever_else_it_wants() -> None:
+    bench = DecodeBench()
+    silent = FaultyConnector(bench.made.connector, FaultPlan(drop=1.0))
+    bench.made.worker.reads._connector = silent
+    spec = bench.reserve(length=12)
+    for index in range(3):
+        bench.announce(spec, index)  # a read each
+    for _ in range(MAX_READS):
+        bench.step(4)
+        bench.wait(bench.made.worker.times.read_timeout + 1)
+    assert f"read failed {MAX_READS} times" in failed(bench, FailureCause.TRANSFER)
+
+
 def test_what_another_source_announces_is_read_after_the_first_is_fenced() -> None:
     """Two sources may cut a prompt into different blocks: never do two reads share slots."""
     bench = DecodeBench()
