@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,12 +21,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     model_validator,
 )
+
+from kvferry.kv_cache.layout import MAX_BLOCK_SIZE
 
 _DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SIZE_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+AUTO_SIZE: Final = "auto"
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
@@ -64,6 +68,18 @@ def _host_port(value: str) -> str:
     return value
 
 
+def _block_size(value: object) -> int | str:
+    if value == AUTO_SIZE:
+        return AUTO_SIZE
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_BLOCK_SIZE:
+        return value
+    raise ValueError(f"wanted 1 to {MAX_BLOCK_SIZE} token positions, or {AUTO_SIZE}")
+
+
+def _block_size_or_none(value: object) -> int | str | None:
+    return None if value is None else _block_size(value)
+
+
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
@@ -71,6 +87,8 @@ RayAddress = Annotated[str, AfterValidator(lambda it: it if it == "auto" else _h
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+BlockSize = Annotated[int | Literal["auto"], PlainValidator(_block_size)]
+RoleBlockSize = Annotated[int | Literal["auto"] | None, PlainValidator(_block_size_or_none)]
 
 
 class _Section(BaseModel):
@@ -100,11 +118,12 @@ class CacheConfig(_Section):
 
     With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
     ``prefix_caching`` keeps the KV of ended requests for others that begin alike; they are compared
-    every ``prefix_match_unit`` tokens, a divisor of the block size and by default that.
+    every ``prefix_match_unit`` tokens, a divisor of every block size and by default the greatest.
+    ``block_size`` auto is chosen from the model and the connector (``worker.block_sizing``).
     ``kv_dtype`` auto is that of activations.
     """
 
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    block_size: BlockSize = 16
     prefix_caching: bool = True
     prefix_match_unit: Count | None = None
     num_blocks: Count | None = None
@@ -128,12 +147,13 @@ class SchedulerConfig(_Section):
 
 class RoleConfig(_Section):
     """The workers of one role. None: ``replicas`` see ``Config.replicas``; ``threads`` a share of
-    the cores; ``num_blocks`` as in ``cache``.
+    the cores; ``block_size`` and ``num_blocks`` as in ``cache``.
     """
 
     replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     device: Literal["auto", "cpu"] = "auto"
+    block_size: RoleBlockSize = None
     num_blocks: Count | None = None
 
 
@@ -268,11 +288,31 @@ class Config(_Section):
             colocated=colocated,
         )
 
+    def block_sizes(self) -> dict[str, int | str]:
+        """Positions per block as asked for, of each role that has workers."""
+        count = self.replicas()
+        roles = (
+            ("prefill", count.prefill, self.prefill),
+            ("decode", count.decode, self.decode),
+            ("colocated", count.colocated, self.colocated),
+        )
+        return {
+            name: self.cache.block_size if section.block_size is None else section.block_size
+            for name, workers, section in roles
+            if workers
+        }
+
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         scheduler, transfer, router = self.scheduler, self.transfer, self.router
         count = self.replicas()
         can_serve = count.colocated or (count.prefill and count.decode)
+        unit = self.cache.prefix_match_unit or 1
+        uneven = {
+            role: size
+            for role, size in self.block_sizes().items()
+            if isinstance(size, int) and size % unit
+        }
         for fits, message in (
             (
                 self.model.path is None or self.model.revision is None,
@@ -308,6 +348,12 @@ class Config(_Section):
                 self.debug.kernels != "reference" or self.debug.isa == "auto",
                 f"debug.isa: got {self.debug.isa}, but debug.kernels is reference: only the "
                 "compiled kernels, cpu, have instruction sets",
+            ),
+            (
+                not uneven,
+                f"cache.prefix_match_unit: got {unit}, wanted a divisor of every block size ("
+                + ", ".join(f"{role} {size}" for role, size in uneven.items())
+                + ")",
             ),
             (
                 can_serve,

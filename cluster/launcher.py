@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from kvferry.cluster.block_sizes import choose_block_sizes
 from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
 from kvferry.cluster.deaths import Death
@@ -23,7 +24,7 @@ from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_act
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, served_model
-from kvferry.cluster.settings import router_settings, worker_settings
+from kvferry.cluster.settings import kv_dtype, router_settings, worker_settings
 from kvferry.cluster.supervision import RunningRouter, RunningWorker, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
 from kvferry.prefill_worker.actor import PrefillWorker
@@ -91,10 +92,11 @@ class Cluster:
 
     def _start(self, progress: Say) -> None:
         self.ray_address = ray.get_runtime_context().gcs_address
-        self._settings = {
-            setting.ref.node_id: (role, setting)
-            for role, setting in worker_settings(self._config, self._model_folder, next_epoch)
-        }
+        sizes = choose_block_sizes(self._config, self._model_folder, kv_dtype(self._config))
+        for line in sizes.lines:
+            progress(line)
+        settings = worker_settings(self._config, self._model_folder, sizes, next_epoch)
+        self._settings = {setting.ref.node_id: (role, setting) for role, setting in settings}
         progress(f"starting {len(self._settings)} workers and the router")
         self._router = self._new_router()
         started = []

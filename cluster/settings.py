@@ -1,4 +1,4 @@
-"""From the configuration to the settings of each worker and of the router. Pure."""
+"""From the configuration to the settings of each worker and of the router."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config
 from kvferry.cluster.router_actor import RouterSettings
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.server_limits import ServerLimits
+from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
@@ -17,8 +19,20 @@ from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
 
 
+def model_dtype(config: Config) -> ModelDtype:
+    """Element type of the weights; on a CPU float32 unless another is asked for."""
+    return "float32" if config.model.dtype == "auto" else config.model.dtype
+
+
+def kv_dtype(config: Config) -> str:
+    """Element type of every pool: that of activations unless another is asked for."""
+    if config.cache.kv_dtype != "auto":
+        return config.cache.kv_dtype
+    return "bfloat16" if model_dtype(config) == "bfloat16" else "float32"
+
+
 def worker_settings(
-    config: Config, model_folder: Path, epoch: Callable[[], int]
+    config: Config, model_folder: Path, block_sizes: BlockSizes, epoch: Callable[[], int]
 ) -> list[tuple[str, WorkerSettings]]:
     """The workers that a configuration asks for: (role, settings)."""
     replicas = config.replicas()
@@ -29,9 +43,6 @@ def worker_settings(
     }
     total = sum(counts.values())
     share = max(1, len(os.sched_getaffinity(0)) // total)
-    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    activations = "bfloat16" if dtype == "bfloat16" else "float32"
-    kv_dtype = activations if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     faults = config.transfer.faults
     settings = []
     for role, count in counts.items():
@@ -40,8 +51,8 @@ def worker_settings(
             setting = WorkerSettings(
                 ref=NodeRef(f"{role}-{index}", epoch()),
                 model_folder=str(model_folder),
-                dtype=dtype,
-                kv_dtype=kv_dtype,
+                dtype=model_dtype(config),
+                kv_dtype=kv_dtype(config),
                 scheduler=SchedulerConfig(
                     config.scheduler.max_num_seqs,
                     config.scheduler.max_num_batched_tokens,
@@ -55,9 +66,9 @@ def worker_settings(
                     config.transfer.stall_limit,
                     config.transfer.read_timeout,
                 ),
-                block_size=config.cache.block_size,
+                block_size=block_sizes.by_role[role],
                 prefix_caching=config.cache.prefix_caching,
-                match_unit=config.cache.prefix_match_unit,
+                match_unit=block_sizes.match_unit,
                 max_model_len=config.model.max_model_len,
                 num_blocks=section.num_blocks or config.cache.num_blocks,
                 pool_bytes=None if section.num_blocks else config.cache.memory,

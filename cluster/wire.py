@@ -167,6 +167,7 @@ def worker_status(
             num_free=load.num_free_blocks - load.num_cached_blocks,
             num_cached=load.num_cached_blocks,
             usage=1.0 - load.num_free_blocks / load.num_blocks,
+            block_size=record.block_size,
         )
     )
     if load.prefill_tokens_per_s is not None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.decode_worker.positions import Positions
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.sequence import SequenceState
 from kvferry.engine.stopping import Finish, finish_after
@@ -43,16 +44,17 @@ class Reading:
 
 @dataclass(slots=True)
 class Pull:
-    """The blocks of one reservation on their way here, keyed by first position.
+    """The source's blocks of one reservation on their way here, keyed by first position.
 
-    Invariant: ``verified_until`` is the end of the leading run of verified blocks; a block is in
-    at most one of ``reading`` (by read) and ``verified``.
+    Invariant: ``verified_until`` is the end of the leading run of positions that are ``here``; a
+    block is in at most one of ``reading`` (by read) and ``verified``.
     """
 
     source: NodeRef | None = None
     announced: dict[int, AnnouncedBlock] = field(default_factory=dict)
     reading: dict[ReadId, Reading] = field(default_factory=dict)
     verified: dict[int, int] = field(default_factory=dict)  # first position -> end
+    here: Positions = field(default_factory=Positions)
     failures: Counter[int] = field(default_factory=Counter)
     verified_until: int = 0
     unacknowledged: bool = False
@@ -69,11 +71,12 @@ class Pull:
     def mark_verified(self, start: int, num_tokens: int) -> None:
         """A block has arrived whole; extend the leading run."""
         self.verified[start] = start + num_tokens
-        while self.verified_until in self.verified:
-            self.verified_until = self.verified[self.verified_until]
+        self.here.add(start, start + num_tokens)
+        self.verified_until = self.here.leading
 
     def begin_at(self, position: int, num_blocks: int) -> None:
         """The blocks before ``position`` were here: nothing of them is read."""
+        self.here.add(0, position)
         self.verified_until = position
         self.blocks_reused = num_blocks
 

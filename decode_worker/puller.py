@@ -3,6 +3,10 @@
 Owns what happens between an announcement and the moment every block of a reservation is
 verified. Reports the end of a pull to the role; does not decide what follows.
 
+Blocks are announced, read and verified as the source has cut them. What of their positions is not
+here yet goes to the slots of own blocks that hold these positions; an own block is sealed when all
+its positions are here.
+
 A corrupt or failed block is read again, ``MAX_READS`` times in all; a stale one is not, for its
 source has moved on. Nothing unverified is ever sealed.
 """
@@ -12,7 +16,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvferry.decode_worker.leg import DecodeLeg, Reading
-from kvferry.kv_transfer.connector import BlockResult, Move, Peer, ReadStatus, TransferFailed
+from kvferry.kv_transfer.connector import (
+    BlockResult,
+    Move,
+    Peer,
+    ReadStatus,
+    SlotRun,
+    TransferFailed,
+)
 from kvferry.worker import messages as m
 from kvferry.worker.messages import AnnouncedBlock, Envelope, FailureCause, LegState, NodeRef
 from kvferry.worker.worker import Worker
@@ -49,12 +60,10 @@ class Puller:
         announce = envelope.body
         assert isinstance(announce, m.Announce)
         pull = leg.pull
-        pull.source = envelope.sender
+        if pull.source != envelope.sender:
+            self._begin_source(leg, envelope.sender)
         for block in announce.blocks:
-            if (
-                block.start + block.num_tokens <= pull.verified_until
-                or block.start in pull.verified
-            ):
+            if not pull.here.missing(block.start, block.start + block.num_tokens):
                 continue
             problem = self._mismatch(leg, envelope.sender, block)
             if problem:
@@ -86,17 +95,12 @@ class Puller:
         wanted = [
             block
             for start, block in sorted(pull.announced.items())
-            if start not in pull.verified and not pull.is_reading(start)
+            if pull.here.missing(start, start + block.num_tokens) and not pull.is_reading(start)
         ]
         if not wanted:
             return
-        size = self._worker.engine.block_size
-        moves = [
-            Move(
-                block.ref, leg.table.block_ids[block.start // size], block.num_tokens, block.digest
-            )
-            for block in wanted
-        ]
+        source_size = peer.info.layout.block_size
+        moves = [self._move(leg, block, source_size) for block in wanted]
         spec = leg.request.spec
         try:
             read_id = self._worker.reads.start(
@@ -121,11 +125,12 @@ class Puller:
         """Fence reads that have given no block for ``read_timeout``; they count as failed."""
         limit = self._worker.times.read_timeout
         late = [(i, r) for i, r in leg.pull.reading.items() if now - r.progress_at > limit]
-        for read_id, read in late:
+        for read_id, _ in late:
             self._worker.reads.cancel(read_id)
             del leg.pull.reading[read_id]
-            for start in sorted(read.starts):
-                self._failed(leg, start, ReadStatus.FAILED)
+        for start in sorted(start for _, read in late for start in read.starts):
+            if not self._failed(leg, start, ReadStatus.FAILED):
+                return  # the leg is over, and holds no blocks to read into
         if late:
             self.read_missing(leg, now)
 
@@ -141,9 +146,21 @@ class Puller:
         if leg.pull.source is not None:
             self._worker.send(leg.pull.source, acknowledgement(leg))
 
+    def _begin_source(self, leg: DecodeLeg, source: NodeRef) -> None:
+        """From now on the blocks are this source's, cut as it cuts them: none of another's is under
+        way into the same slots.
+        """
+        self.stop(leg)
+        leg.pull.announced.clear()
+        leg.pull.failures.clear()
+        leg.pull.source = source
+
     def _mismatch(self, leg: DecodeLeg, sender: NodeRef, block: AnnouncedBlock) -> str:
         """Why an announced block is not the one wanted at its position; empty if it is."""
-        size = self._worker.engine.block_size
+        member = self._worker.members.get(sender)
+        if member is None:
+            return f"block announced by {sender}, which is no member"
+        size = member.peer_info.layout.block_size
         prompt = leg.request.spec.kv_prompt()
         end = min(block.start + size, len(prompt))
         if block.start % size or block.start < 0 or block.start >= len(prompt):
@@ -152,7 +169,7 @@ class Puller:
             return f"block at {block.start} announced with {block.num_tokens} tokens"
         if block.ref.epoch != sender.epoch:
             return f"block at {block.start} is of epoch {block.ref.epoch}, not {sender.epoch}"
-        expected = leg.hashes.at(block.start // size, prompt)
+        expected = leg.hashes.value_at(end, prompt)
         if block.block_hash != expected:
             return (
                 f"block at {block.start} has chain hash {block.block_hash.hex()}, "
@@ -179,16 +196,11 @@ class Puller:
         if not read.starts:
             del pull.reading[result.read_id]
         if result.status is ReadStatus.OK:
-            index = block.start // self._worker.engine.block_size
-            prompt = leg.request.spec.kv_prompt()
-            end = block.start + block.num_tokens
-            marks = leg.hashes.marks(index, end, prompt)
-            # Decode appends to a partial block: nobody may find it.
-            whole = block.num_tokens == self._worker.engine.block_size
-            self._pool.seal(
-                result.move.target, block.num_tokens, marks[-1].value, marks if whole else ()
-            )
             pull.mark_verified(block.start, block.num_tokens)
+            size = self._worker.engine.block_size
+            firsts = [run.first for run in result.move.runs] or [0]
+            for index in dict.fromkeys((block.start + first) // size for first in firsts):
+                self._seal_if_whole(leg, index)
             pull.announced.pop(block.start, None)
             pull.bytes_moved += result.num_bytes
             pull.last_verified_at = now
@@ -198,8 +210,44 @@ class Puller:
             return
         self._failed(leg, block.start, result.status)
 
-    def _failed(self, leg: DecodeLeg, start: int, status: ReadStatus) -> None:
-        """Count a read that gave nothing; read again, or give the leg up."""
+    def _move(self, leg: DecodeLeg, block: AnnouncedBlock, source_size: int) -> Move:
+        """How an announced block is read: whole, or what is missing of it slot by slot."""
+        assert leg.table is not None
+        size = self._worker.engine.block_size
+        table, end = leg.table.block_ids, block.start + block.num_tokens
+        missing = leg.pull.here.missing(block.start, end)
+        if source_size == size and missing == [(block.start, end)]:
+            target = table[block.start // size]
+            return Move(block.ref, target, block.num_tokens, block.digest)
+        runs = tuple(
+            SlotRun(
+                at - block.start, table[at // size], at % size, min(size - at % size, last - at)
+            )
+            for first, last in missing
+            for at in (first, *range(first - first % size + size, last, size))
+        )
+        return Move(block.ref, runs[0].target, block.num_tokens, block.digest, runs=runs)
+
+    def _seal_if_whole(self, leg: DecodeLeg, index: int) -> None:
+        """Seal the own block at ``index`` of the table if all its positions are here.
+
+        Each came in a block of the source whose chain value was compared with this worker's chain,
+        so that the value at the own block's end is that of what it holds.
+        """
+        assert leg.table is not None
+        size = self._worker.engine.block_size
+        prompt = leg.request.spec.kv_prompt()
+        start, end = index * size, min((index + 1) * size, len(prompt))
+        if leg.pull.here.missing(start, end):
+            return
+        marks = leg.hashes.marks(index, end, prompt)
+        # Decode appends to a partial block: nobody may find it.
+        whole = end - start == size
+        block_id = leg.table.block_ids[index]
+        self._pool.seal(block_id, end - start, marks[-1].value, marks if whole else ())
+
+    def _failed(self, leg: DecodeLeg, start: int, status: ReadStatus) -> bool:
+        """Count a read that gave nothing; True to read again, False if the leg is given up."""
         pull = leg.pull
         pull.reads_failed += 1
         self.reads_failed += 1
@@ -210,8 +258,9 @@ class Puller:
                 FailureCause.TRANSFER,
                 f"block at position {start}: read {status.value} {pull.failures[start]} times",
             )
-        else:
-            pull.unacknowledged = True
+            return False
+        pull.unacknowledged = True
+        return True
 
 
 def acknowledgement(leg: DecodeLeg) -> m.Acknowledge:

@@ -15,6 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+MAX_BLOCK_SIZE = 1024
+"""Positions of a block at most."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int64": 8}
 
 

@@ -1,6 +1,8 @@
 """Whether one worker's blocks may be copied into another's pool, decided before any block moves.
 
-Pure: compares two descriptions. It converts nothing; what differs is refused by name.
+Pure: compares two descriptions. What differs is refused by name, but for the block size: between
+pools whose blocks differ in nothing else, slots are put where their positions belong (``targets``).
+The match unit must be one, or no chain value of the one would be one of the other.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
+from kvferry.kv_cache.layout import MAX_BLOCK_SIZE, KVCacheLayout, KVGroup
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.memory import PoolMemory
 
@@ -57,7 +59,10 @@ def check_identity(wanted: PeerInfo, found: PeerInfo) -> None:
 def _differences(ours: PeerInfo, theirs: PeerInfo, same_host: bool) -> Iterator[Difference]:
     for name in ("connector", "host_id", "model") if same_host else ("connector", "model"):
         yield from _compare(name, getattr(theirs, name), getattr(ours, name))
-    for name in ("block_size", "rank", "num_ranks"):
+    if not _can_reblock(ours.layout, theirs.layout):
+        yield from _compare("block_size", theirs.layout.block_size, ours.layout.block_size)
+    yield from _compare("match_unit", match_unit(theirs), match_unit(ours))
+    for name in ("rank", "num_ranks"):
         yield from _compare(name, getattr(theirs.layout, name), getattr(ours.layout, name))
     their_groups, our_groups = theirs.layout.groups, ours.layout.groups
     yield from _compare("number of KV groups", len(their_groups), len(our_groups))
@@ -68,6 +73,17 @@ def _differences(ours: PeerInfo, theirs: PeerInfo, same_host: bool) -> Iterator[
                 _group_value(there, field.name),
                 _group_value(here, field.name),
             )
+
+
+def match_unit(info: PeerInfo) -> int:
+    """Tokens per value of a worker's hash chains."""
+    return info.match_unit or info.layout.block_size
+
+
+def _can_reblock(ours: KVCacheLayout, theirs: KVCacheLayout) -> bool:
+    """Whether slots of the one pool's blocks can be put into those of the other's."""
+    one_group = len(ours.groups) == len(theirs.groups) == 1
+    return one_group and 1 <= theirs.block_size <= MAX_BLOCK_SIZE
 
 
 def _compare(name: str, there: object, here: object) -> Iterator[Difference]:

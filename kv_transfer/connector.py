@@ -60,6 +60,7 @@ class PeerInfo:
         num_blocks: blocks in the pool.
         endpoints: every way to the pool, where there are several; empty stands for the one that
             ``connector`` and ``address`` name.
+        match_unit: tokens per value of its hash chains; 0 stands for the block size.
     """
 
     worker_id: str
@@ -71,18 +72,41 @@ class PeerInfo:
     layout: KVCacheLayout
     num_blocks: int
     endpoints: tuple[Endpoint, ...] = ()
+    match_unit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Consecutive slots of a source block, and those of an own block that hold the same positions.
+
+    Attributes:
+        first: the first of the source block's slots.
+        target: own block id.
+        target_first: the first of its slots.
+        count: slots, at least one.
+    """
+
+    first: int
+    target: int
+    target_first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one whole block: source reference to own block.
+    """Read one whole source block: into one own block, or slot by slot into one or several.
+
+    The block is read and verified whole in either case. With ``runs`` no slot is written before
+    that, and none that is not named; a pool with blocks of another size takes nothing else.
 
     Attributes:
         source: the peer's block.
-        target: own block id, owned by the transfer until the read ends or is fenced.
-        num_slots: filled slots (the whole block is copied all the same).
+        target: own block id, owned by the transfer until the read ends or is fenced; with ``runs``
+            that of the first of them.
+        num_slots: filled slots (the whole block is read all the same).
         digest: 64-bit digest of the source block's bytes; None skips verification.
         rank: source rank; only 0 in the first version.
+        runs: which slots go where; empty for the whole block.
     """
 
     source: BlockRef
@@ -90,6 +114,14 @@ class Move:
     num_slots: int
     digest: int | None
     rank: int = 0
+    runs: tuple[SlotRun, ...] = ()
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Own blocks that are written, each once; all are owned by the transfer."""
+        if not self.runs:
+            return (self.target,)
+        return tuple(dict.fromkeys(run.target for run in self.runs))
 
 
 class ReadStatus(Enum):
@@ -103,7 +135,10 @@ class ReadStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The end of one ``Move``; ``index`` is its place in the list given to ``start_read``."""
+    """The end of one ``Move``; ``index`` is its place in the list given to ``start_read``.
+
+    ``num_bytes`` are those of the source block if it is OK, else 0.
+    """
 
     read_id: ReadId
     index: int

@@ -106,6 +106,9 @@ class LeaseTable:
     def add(self, key: LeaseKey, position: int, block_id: int, now: float) -> bool:
         """Hold a block for the reader. True if it is newly held: the caller then pins it.
 
+        ``position`` is the block's last: the reader may have the first ones from elsewhere, and it
+        reads the block until it has this one.
+
         False if the position is held already or the reader has verified it, and, counted, if the
         lease has ended. Raises LeaseConflict if the position is held with another block.
         """

@@ -115,12 +115,13 @@ class LocalConnector:
         layout: KVCacheLayout,
         address: str | None = None,
         blocks_per_poll: int | None = None,
+        match_unit: int = 0,
         tamper: Tamper | None = None,
     ) -> None:
         check_memory(memory, layout)
         self._fabric = fabric
         self._memory = memory
-        self._queue = ReadQueue(memory, tamper)
+        self._queue = ReadQueue(memory, layout, tamper)
         self._peers: list[LocalPeer] = []
         self._blocks_per_poll = blocks_per_poll
         self._info = PeerInfo(
@@ -132,6 +133,7 @@ class LocalConnector:
             model=model,
             layout=layout,
             num_blocks=memory.num_blocks,
+            match_unit=match_unit,
         )
         self._registration = fabric.register(self._info, memory)
 

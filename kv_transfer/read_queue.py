@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.kv_transfer.connector import (
     BlockResult,
     Move,
@@ -23,8 +24,9 @@ from kvferry.kv_transfer.connector import (
 )
 from kvferry.kv_transfer.digest import block_digest
 from kvferry.kv_transfer.memory import Fence, PoolMemory
+from kvferry.kv_transfer.targets import Staging, TargetBlocks
 
-# Called with the target's bytes, uint8 [block_bytes], after the copy and before it is verified.
+# Called with the bytes received, uint8 [the source's block_bytes], before they are verified.
 Tamper = Callable[[Move, NDArray[np.uint8]], None]
 
 
@@ -74,15 +76,19 @@ class ReadQueue:
         copy the bytes, then read the generation word: equal   else STALE
         digest of the copied bytes, if one was given: equal     else CORRUPT
 
-    A target whose block did not end OK holds bytes of no meaning.
+    A target whose block did not end OK holds bytes of no meaning; one that is filled slot by slot,
+    from a staging buffer, is not written at all then.
 
     Attributes:
         tamper: fault injection between copy and verification; None in production.
     """
 
-    def __init__(self, memory: PoolMemory, tamper: Tamper | None = None) -> None:
+    def __init__(
+        self, memory: PoolMemory, layout: KVCacheLayout, tamper: Tamper | None = None
+    ) -> None:
         self.tamper = tamper
-        self._memory = memory
+        self._targets = TargetBlocks(memory, layout)
+        self._staging = Staging()
         self._fence = Fence()
         self._turns: deque[_SourceQueue] = deque()
         self._unfinished: dict[ReadId, int] = {}
@@ -112,15 +118,22 @@ class ReadQueue:
         self._unfinished.clear()
         self._turns.clear()
 
-    def run(self, max_blocks: int) -> list[BlockResult]:
-        """Read the next ``max_blocks`` blocks and say how each ended."""
+    def run(self, max_blocks: int, max_bytes: int | None = None) -> list[BlockResult]:
+        """Read the next ``max_blocks`` blocks, or the first of them that together have no more
+        than ``max_bytes`` bytes, one at least; say how each ended.
+        """
         results: list[BlockResult] = []
+        num_bytes = 0
         while self._turns and len(results) < max_blocks:
+            size = self._turns[0].source.info.layout.block_bytes()
+            if max_bytes is not None and results and num_bytes + size > max_bytes:
+                break
             queue = self._turns.popleft()
             entry = self._next_entry(queue)
             if entry is None:
                 continue
             results.append(self._finish(queue.source, entry))
+            num_bytes += size
             if queue.entries:
                 self._turns.append(queue)
         return results
@@ -146,7 +159,7 @@ class ReadQueue:
         self._unfinished[entry.read_id] -= 1
         if not self._unfinished[entry.read_id]:
             del self._unfinished[entry.read_id]
-        num_bytes = self._memory.block_bytes if status is ReadStatus.OK else 0
+        num_bytes = source.info.layout.block_bytes() if status is ReadStatus.OK else 0
         return BlockResult(entry.read_id, entry.index, entry.move, status, num_bytes)
 
     def _read(self, source: BlockSource, move: Move) -> ReadStatus:
@@ -155,23 +168,23 @@ class ReadQueue:
             return ReadStatus.FAILED
         if reference.epoch != source.info.epoch:
             return ReadStatus.STALE
-        if not self._in_range(source.memory, move):
+        layout = source.info.layout
+        if not 0 <= reference.block_id < source.memory.num_blocks:
             return ReadStatus.FAILED
-        target = self._memory.blocks[move.target]
-        np.copyto(target, source.memory.blocks[reference.block_id])
+        if not self._targets.accepts(move, layout):
+            return ReadStatus.FAILED
+        received = (
+            self._staging.room(source.memory.block_bytes)
+            if move.runs
+            else self._targets.whole(move)
+        )
+        np.copyto(received, source.memory.blocks[reference.block_id])
         if self.tamper is not None:
-            self.tamper(move, target)
+            self.tamper(move, received)
         self._fence()
         if int(source.memory.generations[reference.block_id]) != reference.generation:
             return ReadStatus.STALE
-        if move.digest is not None and block_digest(target) != move.digest:
+        if move.digest is not None and block_digest(received) != move.digest:
             return ReadStatus.CORRUPT
+        self._targets.place(move, received, layout)
         return ReadStatus.OK
-
-    def _in_range(self, source: PoolMemory, move: Move) -> bool:
-        """Whole blocks of rank 0 only, and both blocks inside their pools."""
-        return (
-            move.rank == 0
-            and 0 <= move.source.block_id < source.num_blocks
-            and 0 <= move.target < self._memory.num_blocks
-        )

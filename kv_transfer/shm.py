@@ -103,6 +103,7 @@ class ShmConnector:
         epoch: int,
         model: str,
         layout: KVCacheLayout,
+        match_unit: int = 0,
         owns_memory: bool = True,
         bytes_per_poll: int = DEFAULT_BYTES_PER_POLL,
         connect_timeout_s: float = 5.0,
@@ -115,9 +116,9 @@ class ShmConnector:
         self._memory = memory
         self._owns_memory = owns_memory
         self._closed = False
-        self._queue = ReadQueue(memory, tamper)
+        self._queue = ReadQueue(memory, layout, tamper)
         self._peers: list[ShmPeer] = []
-        self._blocks_per_poll = max(1, bytes_per_poll // memory.block_bytes)
+        self._bytes_per_poll = bytes_per_poll
         self._connect_timeout_s = connect_timeout_s
         self._uid_of = uid_of
         self._clock = clock
@@ -131,6 +132,7 @@ class ShmConnector:
             model=model,
             layout=layout,
             num_blocks=memory.num_blocks,
+            match_unit=match_unit,
         )
         fds = (memory.blocks_fd, memory.generations_fd)
         self.server = HandshakeServer(info, fds, timeout_s=handshake_timeout_s, uid_of=uid_of)
@@ -184,7 +186,7 @@ class ShmConnector:
 
     def poll(self, now: float) -> list[BlockResult]:
         """Copy and verify up to ``bytes_per_poll`` bytes, one block at least."""
-        return self._queue.run(self._blocks_per_poll)
+        return self._queue.run(len(self._queue), self._bytes_per_poll)
 
     def cancel(self, read_id: ReadId) -> None:
         """Fence a read: copies are made inside ``poll`` only, so none is under way."""

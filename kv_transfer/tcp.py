@@ -58,6 +58,7 @@ class TcpConnector:
         epoch: int,
         model: str,
         layout: KVCacheLayout,
+        match_unit: int = 0,
         owns_memory: bool = True,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -84,8 +85,8 @@ class TcpConnector:
         self._memory = memory
         self._owns_memory = owns_memory
         self._clock = clock
-        self._target = TargetPool(memory, checksum, tamper)
-        self._blocks_per_poll = max(1, bytes_per_poll // memory.block_bytes)
+        self._target = TargetPool(memory, layout, checksum, tamper)
+        self._bytes_per_poll = bytes_per_poll
         self._max_in_flight_bytes = max_in_flight_bytes
         self._peers: list[TcpPeer] = []
         self._unfinished: dict[ReadId, tuple[TcpPeer, int]] = {}
@@ -103,6 +104,7 @@ class TcpConnector:
             model=model,
             layout=layout,
             num_blocks=memory.num_blocks,
+            match_unit=match_unit,
         )
         self.served = ServedPool(memory, epoch)
         self.source = TcpSource(
@@ -179,18 +181,23 @@ class TcpConnector:
         return read_id
 
     def poll(self, now: float) -> list[BlockResult]:
-        """Send what there is room for, receive what has come, up to ``bytes_per_poll`` bytes.
+        """Send what there is room for, receive what has come, up to ``bytes_per_poll`` bytes, one
+        block at least.
 
         Peers take turns block by block; the next poll begins with the next peer.
         """
         results: list[BlockResult] = []
+        room = self._bytes_per_poll
         turns = [peer for peer in self._peers if not peer.is_idle]
-        while turns and len(results) < self._blocks_per_poll:
+        while turns:
             still_busy = []
             for peer in turns:
-                wanted = peer.step() if len(results) < self._blocks_per_poll else None
+                if results and peer.block_bytes > room:
+                    continue
+                wanted = peer.step()
                 if wanted is not None:
-                    results.append(self._result(wanted))
+                    results.append(self._result(wanted, peer.block_bytes))
+                    room -= peer.block_bytes
                     still_busy.append(peer)
             turns = still_busy
         kept = [peer for peer in self._peers if not (peer.is_closed and peer.is_idle)]
@@ -228,12 +235,12 @@ class TcpConnector:
         if self._owns_memory:
             self._memory.close()
 
-    def _result(self, wanted: Wanted) -> BlockResult:
+    def _result(self, wanted: Wanted, block_bytes: int) -> BlockResult:
         assert wanted.ended is not None
         peer, left = self._unfinished[wanted.read_id]
         if left == 1:
             del self._unfinished[wanted.read_id]
         else:
             self._unfinished[wanted.read_id] = (peer, left - 1)
-        num_bytes = self._memory.block_bytes if wanted.ended is ReadStatus.OK else 0
+        num_bytes = block_bytes if wanted.ended is ReadStatus.OK else 0
         return BlockResult(wanted.read_id, wanted.index, wanted.move, wanted.ended, num_bytes)

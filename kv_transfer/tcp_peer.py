@@ -1,4 +1,4 @@
-"""A reader's connection to one source: an ordered queue of blocks, read straight into the pool.
+"""A reader's connection to one source: an ordered queue of blocks, read into the own pool.
 
 Blocks pass through two queues, both in the order in which they were asked for::
 
@@ -38,6 +38,7 @@ class TcpPeer:
         setup_s: seconds that ``connect`` took, kept apart from the reads' own time.
         error: why the connection broke last; empty if it did not.
         pool: what blocks are read into.
+        block_bytes: bytes of the source's blocks.
         in_flight_bytes: bytes of blocks asked for that have not come whole.
     """
 
@@ -56,6 +57,7 @@ class TcpPeer:
         self.info = info
         self.setup_s = setup_s
         self.error = ""
+        self.block_bytes = info.layout.block_bytes()
         self.in_flight_bytes = 0
         self.pool = pool
         self._make_dial = dial
@@ -137,7 +139,7 @@ class TcpPeer:
             self._lose(str(error))
             return True
         if wanted.ended is not None:
-            self.in_flight_bytes -= self.pool.memory.block_bytes
+            self.in_flight_bytes -= self.block_bytes
         return True
 
     def _request(self) -> bool:
@@ -161,7 +163,7 @@ class TcpPeer:
     def _has_room(self) -> bool:
         if len(self._in_flight) >= MAX_IN_FLIGHT_BLOCKS:
             return False
-        after = self.in_flight_bytes + self.pool.memory.block_bytes
+        after = self.in_flight_bytes + self.block_bytes
         return after <= self._max_in_flight_bytes or self.in_flight_bytes == 0
 
     def _ask(self, wanted: Wanted) -> Wanted:
@@ -179,7 +181,7 @@ class TcpPeer:
                 source.block_id,
                 source.generation,
             ).pack()
-            self.in_flight_bytes += self.pool.memory.block_bytes
+            self.in_flight_bytes += self.block_bytes
         return wanted
 
     def _refuse(self, move: Move) -> ReadStatus | None:
@@ -187,9 +189,8 @@ class TcpPeer:
         source = move.source
         if source.epoch != self.info.epoch or not 0 <= source.generation < WORD:
             return ReadStatus.STALE
-        whole = move.rank == 0
         inside = 0 <= source.block_id < self.info.num_blocks
-        if whole and inside and 0 <= move.target < self.pool.memory.num_blocks:
+        if inside and self.pool.blocks.accepts(move, self.info.layout):
             return None
         return ReadStatus.FAILED
 
@@ -217,7 +218,7 @@ class TcpPeer:
     def _use(self, connection: socket.socket) -> None:
         """Go on over a fresh, greeted connection."""
         self._connection = connection
-        self._receiver: Receiver | None = Receiver(connection, self.pool)
+        self._receiver: Receiver | None = Receiver(connection, self.pool, self.info.layout)
         self._unsent = bytearray()
 
     def _lose(self, error: str) -> None:

@@ -1,4 +1,4 @@
-"""Takes a source's answers off a connection: header, bytes straight into the pool, trailer.
+"""Takes a source's answers off a connection: header, bytes into the pool or beside it, trailer.
 
 Owns how a received block is verified and where the bytes of a cancelled one go. Knows neither what
 was asked for next nor how the connection came about.
@@ -10,10 +10,15 @@ import socket
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.kv_transfer.connector import Move, ReadId, ReadStatus
 from kvferry.kv_transfer.digest import block_digest
 from kvferry.kv_transfer.memory import PoolMemory
 from kvferry.kv_transfer.read_queue import Tamper
+from kvferry.kv_transfer.targets import Staging, TargetBlocks
 from kvferry.kv_transfer.tcp_wire import HEADER, TRAILER, BlockStatus, BrokenStream
 
 SCRATCH_BYTES = 256 * 1024
@@ -37,41 +42,38 @@ class TargetPool:
 
     Attributes:
         memory: the own pool.
+        blocks: its blocks, as targets.
+        scratch: where bytes go that nobody wants any longer.
         checksum: verify the source's digest of blocks that were announced without one.
         tamper: fault injection between receipt and verification; None in production.
     """
 
-    def __init__(self, memory: PoolMemory, checksum: bool, tamper: Tamper | None) -> None:
+    def __init__(
+        self, memory: PoolMemory, layout: KVCacheLayout, checksum: bool, tamper: Tamper | None
+    ) -> None:
         self.memory = memory
         self.checksum = checksum
         self.tamper = tamper
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.blocks = TargetBlocks(memory, layout)
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     def asks_digest(self, move: Move) -> bool:
         """Whether the source is to compute a digest for this block."""
         return self.checksum and move.digest is None
 
-    def room(self, wanted: Wanted, received: int) -> memoryview:
-        """Where the block's bytes from ``received`` on go; nowhere of ours once cancelled."""
-        if wanted.cancelled:
-            return self._scratch[: self.memory.block_bytes - received]
-        return memoryview(self.memory.blocks[wanted.move.target])[received:]
-
-    def verify(self, wanted: Wanted, status: BlockStatus, digest: int) -> ReadStatus:
-        """How the read of a block ends whose bytes have all come.
+    def verify(
+        self, move: Move, received: NDArray[np.uint8], status: BlockStatus, digest: int
+    ) -> ReadStatus:
+        """How the read of a block ends whose bytes, ``received``, have all come.
 
         The source's last word is heard first: bytes of another life are STALE, whatever they are.
         """
-        if wanted.cancelled:
-            return ReadStatus.FAILED  # reported to nobody
-        move = wanted.move
-        target = self.memory.blocks[move.target]
         if self.tamper is not None:
-            self.tamper(move, target)
+            self.tamper(move, received)
         if status is not BlockStatus.VALID:
             return _ENDS[status]
         expected = digest if self.asks_digest(move) else move.digest
-        if expected is not None and block_digest(target) != expected:
+        if expected is not None and block_digest(received) != expected:
             return ReadStatus.CORRUPT
         return ReadStatus.OK
 
@@ -83,11 +85,17 @@ class _Stage(Enum):
 
 
 class Receiver:
-    """The incoming half of one connection. Answers come in the order of the requests."""
+    """The incoming half of one connection. Answers come in the order of the requests.
 
-    def __init__(self, connection: socket.socket, pool: TargetPool) -> None:
+    ``source`` is the layout of the pool at its other end.
+    """
+
+    def __init__(self, connection: socket.socket, pool: TargetPool, source: KVCacheLayout) -> None:
         self._connection = connection
         self._pool = pool
+        self._source = source
+        self._block_bytes = source.block_bytes()
+        self._staging = Staging()
         self._stage = _Stage.HEADER
         self._head = memoryview(bytearray(HEADER.size))
         self._tail = memoryview(bytearray(TRAILER.size))
@@ -105,8 +113,8 @@ class Receiver:
                 if self._fill(self._head):
                     self._take_header(wanted)
             case _Stage.BLOCK:
-                self._count += self._receive_into(self._pool.room(wanted, self._count))
-                if self._count == self._pool.memory.block_bytes:
+                self._count += self._receive_into(self._room(wanted))
+                if self._count == self._block_bytes:
                     self._next(_Stage.TRAILER)
             case _Stage.TRAILER:
                 if self._fill(self._tail):
@@ -118,7 +126,7 @@ class Receiver:
         asked = (wanted.read_id, wanted.index, wanted.move.source.generation)
         if (read_id, index, generation) != asked:
             raise BrokenStream(f"answer to {(read_id, index, generation)}, wanted {asked}")
-        block_bytes = self._pool.memory.block_bytes if status is BlockStatus.VALID else 0
+        block_bytes = self._block_bytes if status is BlockStatus.VALID else 0
         if length != block_bytes:
             raise BrokenStream(f"{status.name} block of {length} bytes, wanted {block_bytes}")
         if status is BlockStatus.VALID:
@@ -133,7 +141,25 @@ class Receiver:
         if index != wanted.index:
             raise BrokenStream(f"trailer of block {index}, wanted {wanted.index}")
         self._next(_Stage.HEADER)
-        wanted.ended = self._pool.verify(wanted, status, self._digest)
+        if wanted.cancelled:
+            wanted.ended = ReadStatus.FAILED  # reported to nobody
+            return
+        move, received = wanted.move, self._received(wanted.move)
+        wanted.ended = self._pool.verify(move, received, status, self._digest)
+        if wanted.ended is ReadStatus.OK:
+            self._pool.blocks.place(move, received, self._source)
+
+    def _room(self, wanted: Wanted) -> memoryview:
+        """Where the block's next bytes go; nowhere of ours once it is cancelled."""
+        if wanted.cancelled:
+            return self._pool.scratch[: self._block_bytes - self._count]
+        return self._received(wanted.move).data[self._count :]
+
+    def _received(self, move: Move) -> NDArray[np.uint8]:
+        """The block's bytes as they come: where they will lie, or beside the pool."""
+        if move.runs:
+            return self._staging.room(self._block_bytes)
+        return self._pool.blocks.whole(move)
 
     def _next(self, stage: _Stage) -> None:
         self._stage = stage

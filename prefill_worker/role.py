@@ -174,12 +174,16 @@ class PrefillRole:
     def _announceable(
         self, job: PrefillJob, block: SealedBlock, now: float
     ) -> m.AnnouncedBlock | None:
-        """Pin a sealed block for the reader; None where it has the position already."""
-        if block.start < job.next_position:
+        """Pin a sealed block for the reader; None where it has all its positions already.
+
+        It is leased by its last position: a reader that has only the first ones still reads it.
+        """
+        end = block.start + block.num_tokens
+        if end <= job.next_position:
             return None
         pool_block = self._engine.pool.blocks[block.block_id]
         assert pool_block.block_hash is not None
-        if self.leases.add(job.lease, block.start, block.block_id, now):
+        if self.leases.add(job.lease, end - 1, block.block_id, now):
             self._engine.pool.pin(block.block_id)
         announced = m.AnnouncedBlock(
             block.start,

@@ -493,16 +493,18 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., heartbeat_age_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv: _Optional[_Union[KVUsage, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., num_restarts: _Optional[int] = ...) -> None: ...
 
 class KVUsage(_message.Message):
-    __slots__ = ("num_total", "num_free", "num_cached", "usage")
+    __slots__ = ("num_total", "num_free", "num_cached", "usage", "block_size")
     NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     num_total: int
     num_free: int
     num_cached: int
     usage: float
-    def __init__(self, num_total: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., usage: _Optional[float] = ...) -> None: ...
+    block_size: int
+    def __init__(self, num_total: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., usage: _Optional[float] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("worker_id", "epoch", "connector", "state", "bandwidth_bytes_per_s", "reason")

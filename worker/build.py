@@ -44,7 +44,8 @@ class WorkerSettings:
         ref: the worker's id and epoch.
         model_folder: folder in Hugging Face layout.
         prefix_caching: keep the KV of ended requests for others with the same beginning.
-        match_unit: tokens per value of a hash chain; None: the block size.
+        match_unit: tokens per value of a hash chain, the same for all workers; None: the block
+            size.
         max_model_len: tokens of one request at most; None: what the model and the pool allow.
         num_blocks, pool_bytes: the pool as asked for; both None sizes it automatically.
         memory_share: this worker's part of the machine's memory, for automatic sizing.
@@ -122,6 +123,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         checksum=settings.checksum,
         max_in_flight_blocks=settings.max_in_flight_blocks,
         faults=settings.faults,
+        match_unit=settings.match_unit or 0,
     )
     runner = TorchModelRunner(
         model,

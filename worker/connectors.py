@@ -29,6 +29,7 @@ def make_connector(
     checksum: bool = True,
     max_in_flight_blocks: int = 64,
     faults: FaultPlan | None = None,
+    match_unit: int = 0,
 ) -> KVConnector:
     """Shared memory for peers on this host, TCP for others; or the one that is ``configured``.
 
@@ -40,8 +41,10 @@ def make_connector(
         configured: ``auto``, ``shm`` or ``tcp``.
         host: address to serve TCP on.
         checksum: verify every block moved.
-        max_in_flight_blocks: blocks copied per poll, and asked for at once per TCP peer.
+        max_in_flight_blocks: blocks copied per poll, and asked for at once per TCP peer; of
+            another size, as many as have their bytes.
         faults: what to inject into reads, for trials.
+        match_unit: tokens per value of the worker's hash chains; 0 means the block size.
     """
     in_flight_bytes = max_in_flight_blocks * layout.block_bytes()
 
@@ -52,6 +55,7 @@ def make_connector(
             epoch=ref.epoch,
             model=model,
             layout=layout,
+            match_unit=match_unit,
             owns_memory=False,
             bytes_per_poll=in_flight_bytes,
             connect_timeout_s=CONNECT_TIMEOUT_S,
@@ -64,6 +68,7 @@ def make_connector(
             epoch=ref.epoch,
             model=model,
             layout=layout,
+            match_unit=match_unit,
             owns_memory=False,
             host=host,
             checksum=checksum,

@@ -6,7 +6,7 @@ becomes of the request. Knows the connector and the pool; does not know why a bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.kv_cache.audit import Owner, OwnerKind
@@ -43,8 +43,8 @@ class Reads:
     ) -> ReadId:
         """Begin to read blocks; ``on_block`` hears of each block's end. Raises TransferFailed."""
         read_id = self._connector.start_read(peer, moves)  # no byte moves before the next poll
-        for move in moves:
-            self._pool.begin_transfer(move.target)
+        for target in _targets(moves):
+            self._pool.begin_transfer(target)
         self._reads[read_id] = _Read(
             request_id, attempt, peer.info.worker_id, on_block, dict(enumerate(moves))
         )
@@ -65,7 +65,8 @@ class Reads:
             if read is None or read.pending.pop(result.index, None) is None:
                 continue  # cancelled since, or reported twice
             ended += 1
-            self._pool.end_transfer(result.move.target)
+            for target in result.move.targets:
+                self._pool.end_transfer(target)
             if not read.pending:
                 del self._reads[result.read_id]
             read.on_block(result, now)
@@ -77,11 +78,16 @@ class Reads:
         if read is None:
             return
         self._connector.cancel(read_id)
-        for move in read.pending.values():
-            self._pool.end_transfer(move.target)
+        for target in _targets(read.pending.values()):
+            self._pool.end_transfer(target)
 
     def owners(self) -> Iterator[Owner]:
         """The blocks that running reads write into, for the audit."""
         for read in self._reads.values():
-            for move in read.pending.values():
-                yield Owner(OwnerKind.WRITER, move.target, read.request_id, read.attempt, read.peer)
+            for target in _targets(read.pending.values()):
+                yield Owner(OwnerKind.WRITER, target, read.request_id, read.attempt, read.peer)
+
+
+def _targets(moves: Iterable[Move]) -> Iterator[int]:
+    """The blocks that moves write into: as often as there are moves that do."""
+    return (target for move in moves for target in move.targets)

@@ -42,7 +42,7 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
     state = "ready" if status.ready else f"not ready: {', '.join(status.not_ready_reasons)}"
     model = status.model
     console.print(f"{model.name} ({model.dtype}), {state}", markup=False)
-    console.print(f"KV {model.kv_dtype}, blocks of {model.block_bytes:,} bytes", markup=False)
+    console.print(f"KV {model.kv_dtype}, {_blocks(status)}", markup=False)
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for heading in ("worker", "role", "state", "pid", "running", "waiting", "blocks used", "age"):
         table.add_column(heading, justify="left" if heading in ("worker", "role") else "right")
@@ -66,6 +66,17 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
             console.print(f"{line}: {peer.state}", markup=False)
     counters = ((field.name, value) for field, value in status.counters.ListFields())
     console.print(", ".join(f"{name} {value}" for name, value in counters) or "no requests yet")
+
+
+def _blocks(status: pb.StatusResponse) -> str:
+    """How large the pools' blocks are."""
+    model = status.model
+    sizes = {e.worker.worker_id: e.kv.block_size for e in status.workers if e.kv.block_size}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} ({worker_id})" for worker_id, size in sizes.items())
+        each = model.block_bytes // model.block_size
+        return f"blocks of {listed} positions, {each:,} bytes each position"
+    return f"blocks of {model.block_size} positions, {model.block_bytes:,} bytes"
 
 
 def _show_decisions(status: pb.StatusResponse, console: Console) -> None:

@@ -125,6 +125,11 @@ def test_values_of_later_versions_are_refused_by_name(key: str, value: str, inst
         ("cache.block_size", 0),
         ("cache.block_size", "16"),
         ("cache.block_size", True),
+        ("cache.block_size", 1025),
+        ("cache.block_size", "Auto"),
+        ("decode.block_size", 0),
+        ("decode.block_size", 8.0),
+        ("prefill.block_size", "auto16"),
         ("cache.kv_dtype", "int4"),
         ("cache.memory", True),
         ("cache.memory", "1.5B"),
@@ -237,6 +242,39 @@ def test_configuration_loads_neither_torch_nor_ray_nor_grpc() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ({}, {"prefill": 16, "decode": 16}),
+        ({"cache.block_size": 128}, {"prefill": 128, "decode": 128}),
+        ({"prefill.block_size": 1, "decode.block_size": 64}, {"prefill": 1, "decode": 64}),
+        (
+            {"cache.block_size": 8, "decode.block_size": "auto", "colocated.replicas": 1},
+            {"colocated": 8},
+        ),
+        ({"cache.block_size": "auto", "decode.block_size": 4}, {"prefill": "auto", "decode": 4}),
+    ],
+)
+def test_a_role_s_block_size_stands_before_that_of_all(
+    overrides: dict[str, Any], sizes: dict[str, int | str]
+) -> None:
+    assert load_config(None, overrides).block_sizes() == sizes
+
+
+def test_a_refused_block_size_is_named_once_with_what_is_wanted() -> None:
+    message = refusal({"prefill.block_size": 0})
+    assert message == (
+        "configuration: prefill.block_size: got 0: wanted 1 to 1024 token positions, or auto"
+    )
+
+
+def test_a_match_unit_that_does_not_divide_a_block_size_is_refused_with_both() -> None:
+    sizes = {"cache.block_size": 32, "decode.block_size": 4}
+    message = refusal({"cache.prefix_match_unit": 8, **sizes})
+    assert "cache.prefix_match_unit: got 8" in message and "(decode 4)" in message
+    assert load_config(None, {"cache.prefix_match_unit": 2, **sizes}).cache.prefix_match_unit == 2
 
 
 def test_every_key_is_in_the_documentation_and_nothing_else_is() -> None:

@@ -222,6 +222,7 @@ def test_a_live_worker_s_status_is_whole() -> None:
     assert status.heartbeat_age_s == 0.5
     assert status.num_waiting == 2 + 3, "those that wait for blocks wait too"
     assert (status.kv.num_total, status.kv.num_free, status.kv.usage) == (8, 6, 0.25)
+    assert status.kv.block_size == 4
     assert [peer.state for peer in status.peers] == ["connected", "failed: why"]
     assert (status.worker.role, status.worker.state) == ("decode", "ready")
 

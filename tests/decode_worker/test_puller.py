@@ -19,6 +19,7 @@ from kvferry.worker.messages import AnnouncedBlock, FailureCause, Leg, LegState
 from tests.decode_worker.bench import DECODE, OTHER, SOURCE, DecodeBench
 from tests.fakes import ATTEMPT, stub_output, stub_spec
 from tests.sim.cluster import SimCluster
+from tests.worker.making import Sender
 
 R = RequestId("r")
 
@@ -197,6 +198,41 @@ def test_a_stale_block_fails_the_leg_at_once() -> None:
     bench.source.memory.raise_generation(0, 7)
     bench.step()
     assert "read stale 1 times" in failed(bench, FailureCause.TRANSFER)
+
+
+def test_reads_that_never_report_end_the_leg_once_whatever_else_it_wants() -> None:
+    bench = DecodeBench()
+    silent = FaultyConnector(bench.made.connector, FaultPlan(drop=1.0))
+    bench.made.worker.reads._connector = silent
+    spec = bench.reserve(length=12)
+    for index in range(3):
+        bench.announce(spec, index)  # a read each
+    for _ in range(MAX_READS):
+        bench.step(4)
+        bench.wait(bench.made.worker.times.read_timeout + 1)
+    assert f"read failed {MAX_READS} times" in failed(bench, FailureCause.TRANSFER)
+
+
+def test_what_another_source_announces_is_read_after_the_first_is_fenced() -> None:
+    """Two sources may cut a prompt into different blocks: never do two reads share slots."""
+    bench = DecodeBench()
+    spec = bench.reserve(length=8)
+    bench.announce(spec, 0)
+    target = bench.made.pool.blocks[bench.leg().table.block_ids[0]]  # type: ignore[union-attr]
+    assert target.num_transfers == 1
+    blocks = []
+    for index in range(2):
+        block = bench.announced(spec, index)
+        bench.other.memory.blocks[index] = bench.source.memory.blocks[index]
+        ref = BlockRef(OTHER.epoch, index, int(bench.other.memory.generations[index]))
+        blocks.append(replace(block, ref=ref))
+    bench.source.memory.blocks[:] = 0x5A  # nothing of it is read any longer
+    announce = m.Announce(spec.request_id, ATTEMPT, tuple(blocks), bench.hand_off(spec))
+    Sender(bench.made.worker, OTHER).send(announce, bench.clock.now)
+    assert target.num_transfers == 1
+    bench.step(6)
+    assert bench.leg().pull.stats().reads_failed == 0
+    assert [t for e in bench.tokens() for t in e.token_ids] == stub_output(range(8), 5)
 
 
 def test_failures_of_an_old_copy_do_not_count_against_a_new_one() -> None:

@@ -69,7 +69,8 @@ class RealCluster(SimCluster):
     def build(self, ref: NodeRef, num_blocks: int) -> SimWorker:
         """A worker with the real model on a shared pool."""
         assert self.model is not None
-        layout = kv_layout(self.model.config, self.block_size, self.kv_dtype)
+        block_size = self.block_size_of(ref)
+        layout = kv_layout(self.model.config, block_size, self.kv_dtype)
         memory = allocate_shared(num_blocks, layout.block_bytes())
         self.memories[ref] = memory
         connector = make_connector(
@@ -79,6 +80,7 @@ class RealCluster(SimCluster):
             "golden",
             configured=self.connector,
             max_in_flight_blocks=self.blocks_per_poll,
+            match_unit=self.match_unit,
         )
         runner = WatchedRunner(
             TorchModelRunner(
@@ -91,7 +93,9 @@ class RealCluster(SimCluster):
             )
         )
         pool = BlockPool(num_blocks, memory.raise_generation, self.index())
-        engine = Engine(self.scheduler, runner, pool, self.block_size, "golden", self.clock)
+        engine = Engine(
+            self.scheduler, runner, pool, block_size, "golden", self.clock, self.match_unit
+        )
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 
     def advance(self) -> None:
@@ -103,7 +107,7 @@ class RealCluster(SimCluster):
     def block(self, sim: SimWorker, block_id: int) -> NDArray[np.float32]:
         """One block of a float32 pool as ``[layer, plane, head, slot, dim]``."""
         assert self.model is not None
-        layout = kv_layout(self.model.config, self.block_size, "float32")
+        layout = kv_layout(self.model.config, self.block_size_of(sim.ref), "float32")
         raw: NDArray[np.float32] = self.memories[sim.ref].blocks[block_id].view(np.float32)
         return raw.reshape(layout.block_shape())
 

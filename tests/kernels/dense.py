@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> Case:
     chunk = st.tuples(st.integers(0, 50), st.one_of(st.just(1), st.integers(1, 40)))
     return Case(
         chunks=tuple(draw(st.lists(chunk, min_size=1, max_size=5))),
-        block_size=draw(st.integers(1, 32)),
+        block_size=draw(st.one_of(st.integers(1, 32), st.just(128))),
         num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([1, 2, 3, 7])),
         head_dim=draw(st.sampled_from([2, 8, 64])),

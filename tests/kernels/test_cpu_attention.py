@@ -33,7 +33,7 @@ def cpu_cases(draw: st.DrawFn) -> Case:
     length = st.one_of(st.just(1), st.integers(2, 40), st.sampled_from([64, 65, 130]))
     return Case(
         chunks=tuple(draw(st.lists(st.tuples(start, length), min_size=1, max_size=4))),
-        block_size=draw(st.one_of(st.integers(1, 64), st.just(16))),
+        block_size=draw(st.one_of(st.integers(1, 64), st.sampled_from((16, 128)))),
         num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8])),
         head_dim=draw(st.sampled_from([2, 6, 8, 17, 24, 40, 64, 80, 96, 100, 128, 256])),

@@ -239,7 +239,7 @@ def test_a_worker_can_read_from_its_own_reader(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("layout", "field", "there", "here"),
     [
-        (layout_with(block_size=8), "block_size", "8", "4"),
+        (layout_with(block_size=8), "match_unit", "8", "4"),
         (layout_with(num_layers=3), "num_layers", "3", "2"),
         (layout_with(num_kv_heads=4), "num_kv_heads", "4", "2"),
         (layout_with(head_dim=16), "head_dim", "16", "8"),

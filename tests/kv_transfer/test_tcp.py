@@ -16,7 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.kv_transfer.connector import BlockRef, Move, Peer, ReadId, ReadStatus, TransferFailed
+from kvferry.kv_transfer.connector import (
+    BlockRef,
+    Move,
+    Peer,
+    ReadId,
+    ReadStatus,
+    SlotRun,
+    TransferFailed,
+)
 from kvferry.kv_transfer.digest import block_digest
 from kvferry.kv_transfer.memory import allocate_private
 from kvferry.kv_transfer.tcp import TcpConnector
@@ -235,6 +243,40 @@ def test_a_peer_closed_in_the_middle_of_a_block_writes_no_more(
     assert [r.status for r in collect(reader.connector, 3)] == [FAILED] * 3
     assert (reader.memory.blocks == 0x5A).all()
     assert is_hung_up(connection)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_half_a_block_that_goes_slot_by_slot_leaves_no_slot_written(
+    raw_source: RawSource, tcp_host: Host, how: str
+) -> None:
+    reader, peer, connection = joined(raw_source, tcp_host)
+    source = tcp_host.workers[0]
+    runs = tuple(SlotRun(slot, slot, 0, 1) for slot in range(4))
+    read_id = reader.connector.start_read(peer, [replace(source.move(0, 0), runs=runs)])
+    assert reader.connector.poll(0.0) == []
+    (request,) = read_requests(connection, 1)
+    said = answer(request, b"\x01" * LAYOUT.block_bytes())
+    half = HEADER.size + LAYOUT.block_bytes() // 2
+    connection.sendall(said[:half])
+    assert isinstance(peer, TcpPeer)
+    receiver = peer._receiver
+    assert receiver is not None
+    soon(
+        "half of the block",
+        lambda: reader.connector.poll(0.0) == [] and receiver._count == half - HEADER.size,
+    )
+    reader.memory.blocks[:] = 0x5A  # the targets have another owner now
+    if how == "close":
+        peer.close()
+        assert [r.status for r in collect(reader.connector, 1)] == [FAILED]
+    else:
+        reader.connector.cancel(read_id)
+        connection.sendall(said[half:])
+        reader.connector.start_read(peer, [source.move(7, 7)])
+        assert reader.connector.poll(0.0) == []
+        connection.sendall(answer(read_requests(connection, 1)[0], source.memory.blocks[7]))
+        assert [r.status for r in collect(reader.connector, 1)] == [OK]
+    assert (reader.memory.blocks[:7] == 0x5A).all()
 
 
 def test_many_reads_of_one_peer_end_in_the_order_in_which_they_were_started(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from kvferry.cluster.policy import LeastLoaded
@@ -68,6 +69,8 @@ class SimCluster:
     prefill_blocks: int = 32
     decode_blocks: int = 32
     block_size: int = 4
+    prefill_block_size: int = 0
+    decode_block_size: int = 0
     blocks_per_poll: int = 2
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(
@@ -78,6 +81,22 @@ class SimCluster:
     times: WorkerTimes = field(default_factory=WorkerTimes)
     audit_every_step: bool = True
     caching: bool = True
+
+    @property
+    def match_unit(self) -> int:
+        """Tokens per chain value: what divides every worker's block size."""
+        return gcd(*(size for size in self._sizes.values() if size))
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        usual = {"colocated": self.block_size if self.num_colocated else 0}
+        usual["prefill"] = self.prefill_block_size or self.block_size
+        usual["decode"] = self.decode_block_size or self.block_size
+        return usual
+
+    def block_size_of(self, ref: NodeRef) -> int:
+        """Positions per block of a worker: its role's, or that of all."""
+        return self._sizes[ref.node_id.partition("-")[0]]
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
@@ -132,7 +151,8 @@ class SimCluster:
 
     def build(self, ref: NodeRef, num_blocks: int) -> SimWorker:
         """A worker without roles: here of stub parts; the golden tests build real ones."""
-        layout = stub_layout(self.block_size)
+        block_size = self.block_size_of(ref)
+        layout = stub_layout(block_size)
         memory = allocate_private(num_blocks, layout.block_bytes())
         connector = LocalConnector(
             self.fabric,
@@ -142,10 +162,13 @@ class SimCluster:
             model=MODEL,
             layout=layout,
             blocks_per_poll=self.blocks_per_poll,
+            match_unit=self.match_unit,
         )
-        runner = StubRunner(memory.blocks, self.block_size)
+        runner = StubRunner(memory.blocks, block_size)
         pool = BlockPool(num_blocks, memory.raise_generation, self.index())
-        engine = Engine(self.scheduler, runner, pool, self.block_size, MODEL, self.clock)
+        engine = Engine(
+            self.scheduler, runner, pool, block_size, MODEL, self.clock, self.match_unit
+        )
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 
     def index(self) -> PrefixIndex | None:
