@@ -53,7 +53,7 @@ class Router:
         self.workers = self._legs.workers
         self.outbox = self._legs.outbox
         self.dismiss = self._legs.remove_worker  # one that holds nothing: this is no death
-        self._line = WaitingLine(policy, self._legs)
+        self._line = WaitingLine(policy, self._legs, config.ageing)
         self.decisions = self._line.decisions
         self.requests: dict[RequestId, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.ranking import rank
 from kvferry.engine.sequence import SequenceState
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import BlockTable
@@ -167,6 +168,10 @@ class DecodeLeg:
     def num_kv_prompt(self) -> int:
         """Positions whose KV must be here before decode can begin."""
         return len(self.request.spec.kv_prompt())
+
+    def rank(self, ageing: float | None) -> float:
+        """Its place among those that are FULL; of equal ones the first to come is first."""
+        return rank(self.request.spec.priority, self.received_at, ageing)
 
     def take_hand_off(self, hand_off: HandOff) -> None:
         """Token 1 is here."""

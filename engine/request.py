@@ -126,6 +126,7 @@ class RequestSpec:
         eos_token_ids: ids that end the output unless ``sampling.ignore_eos``.
         max_model_len: positions that prompt and output together may take.
         cache_salt: opaque tenant salt of the block hash chain.
+        priority: lower comes earlier, where the scheduler's policy is ``priority``.
     """
 
     request_id: RequestId
@@ -135,6 +136,7 @@ class RequestSpec:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 1 << 30
     cache_salt: str = ""
+    priority: int = 0
 
     def kv_prompt(self, branch: int = 0) -> tuple[int, ...]:
         """Tokens whose KV must exist before the next token of ``branch`` can be sampled."""

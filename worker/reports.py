@@ -65,7 +65,7 @@ class PeerState:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a worker holds, for placement and status. Free blocks are those that can be taken,
-    cached ones among them.
+    cached ones among them; swapped sequences are not among the waiting ones.
     """
 
     membership_version: int = 0
@@ -82,6 +82,7 @@ class LoadReport:
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     peers: tuple[PeerState, ...] = ()
+    num_swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
