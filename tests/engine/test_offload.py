@@ -101,6 +101,8 @@ def test_a_swapped_sequence_waits_until_its_whole_length_fits() -> None:
         bench.step()
     bench.step()
     assert bench.running == ["b"] and not bench.swapped
+    assert bench.offloading is not None
+    assert not bench.offloading.tier.owners, "what has computed again needs no copy"
     bench.run()
     bench.assert_exact()
 
@@ -231,6 +233,19 @@ def test_blocks_that_the_cache_gives_up_are_found_in_the_tier() -> None:
     assert bench.counters.host_hit_blocks == 3
     bench.assert_exact()
     bench.assert_empty()
+
+
+def test_blocks_are_kept_before_whoever_takes_them_writes() -> None:
+    """Not only at a step's boundary: a reservation may be read into at once."""
+    bench = bench_of(4, caching=True)
+    bench.submit(stub_spec("first", range(13), 2))
+    bench.run()
+    assert bench.join(stub_spec("joined", range(40, 55), 2)) is not None
+    bench.run()
+    again = bench.submit(stub_spec("again", range(13), 2))
+    bench.run()
+    assert again.num_cached_tokens == 12
+    bench.assert_exact()
 
 
 def test_a_full_hit_in_the_tier_computes_the_last_token() -> None:
