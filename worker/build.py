@@ -162,14 +162,16 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         model_id,
         time.monotonic,
         settings.match_unit,
-        _host_tier(settings, memory.blocks),
+        host_tier(settings, memory.blocks),
     )
     worker = Worker(settings.ref, engine, connector, settings.times, settings.checksum)
     return BuiltWorker(worker, config, ModelSize.of(model), layout, pool_size, max_len, chosen)
 
 
-def _host_tier(settings: WorkerSettings, blocks: NDArray[np.uint8]) -> Offloading | None:
-    """Where KV may wait outside the pool ``blocks``, uint8 ``[num_blocks, block_bytes]``."""
+def host_tier(settings: WorkerSettings, blocks: NDArray[np.uint8]) -> Offloading | None:
+    """Where KV may wait outside the pool ``blocks``, uint8 ``[num_blocks, block_bytes]``; None if
+    nowhere. Raises HostTierTooSmall, HostMemoryUnavailable or DiskUnavailable.
+    """
     if not settings.host_bytes:
         return None
     block_bytes = int(blocks.shape[1])

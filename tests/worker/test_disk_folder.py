@@ -6,16 +6,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.hashing import BlockHash
-from kvferry.kv_cache.host_tier import Forget, HostTier, Load, Read, Save, Spill, TailKey
+from kvferry.kv_cache.host_tier import (
+    Forget,
+    Load,
+    Move,
+    Read,
+    Save,
+    Spill,
+    TailKey,
+)
 from kvferry.kv_transfer.memory import allocate_private
-from kvferry.worker.build import HostTierTooSmall
+from kvferry.worker.build import HostTierTooSmall, WorkerSettings, host_tier
 from kvferry.worker.disk_folder import HEADER_BYTES, DiskFolder, DiskUnavailable
 from kvferry.worker.host_memory import HostMemory, HostMemoryUnavailable
+from kvferry.worker.messages import NodeRef
+from kvferry.worker.worker import WorkerTimes
 
 SIZE = 64
 KEY = b"k" * 16
@@ -153,7 +165,13 @@ def test_moves_are_made_in_order_and_a_bad_file_is_told(tmp_path: Path) -> None:
     disk = DiskFolder(tmp_path, SIZE)
     host = HostMemory(pool, 1, disk)
     one, two = BlockHash(KEY), TailKey("r", 3)
-    moves = [Save(one, 0, 0), Spill(one, 0, 0), Save(two, 1, 0), Load(two, 0, 4), Read(one, 0, 5)]
+    moves: list[Move] = [
+        Save(one, 0, 0),
+        Spill(one, 0, 0),
+        Save(two, 1, 0),
+        Load(two, 0, 4),
+        Read(one, 0, 5),
+    ]
     assert host.move(moves) == []
     assert (pool[4] == block(1)).all() and (pool[5] == block(0)).all()
     assert host.move([Spill(two, 0, 1), Read(one, 1, 5), Forget(0)]) == [Read(one, 1, 5)]
@@ -167,6 +185,33 @@ def test_memory_that_cannot_be_had_is_named() -> None:
         HostMemory(allocate_private(1, SIZE).blocks, 1 << 50)
 
 
-def test_errors_end_a_command_as_wrong_configuration() -> None:
-    assert HostTierTooSmall.exit_code == 2
-    assert HostTier(1).num_files == 0
+def settings(**more: Any) -> WorkerSettings:
+    ref = NodeRef("decode-0", 1)
+    return WorkerSettings(
+        ref, "model", "float32", "float32", SchedulerConfig(), WorkerTimes(), **more
+    )
+
+
+def test_a_worker_s_host_tier_has_the_sizes_that_were_asked_for(tmp_path: Path) -> None:
+    pool = allocate_private(2, SIZE).blocks
+    assert host_tier(settings(), pool) is None
+    plain = host_tier(settings(host_bytes=4 * SIZE + 1), pool)
+    assert plain is not None and (plain.tier.num_slots, plain.tier.num_files) == (4, 0)
+    disk: dict[str, Any] = {"disk_path": str(tmp_path), "disk_bytes": 3 * (SIZE + HEADER_BYTES)}
+    both = host_tier(settings(host_bytes=SIZE, prefix_caching=False, **disk), pool)
+    assert both is not None and (both.tier.num_slots, both.tier.num_files) == (1, 3)
+    assert not both.tier.caching
+    (folder,) = tmp_path.glob("*/")
+    both.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(("memory", "disk"), [(SIZE - 1, None), (SIZE, SIZE)])
+def test_a_tier_without_room_for_a_block_is_refused(
+    tmp_path: Path, memory: int, disk: int | None
+) -> None:
+    path = str(tmp_path) if disk else None
+    given = settings(host_bytes=memory, disk_path=path, disk_bytes=disk or 0)
+    with pytest.raises(HostTierTooSmall, match=rf"{memory} bytes of memory.* has {SIZE}"):
+        host_tier(given, allocate_private(2, SIZE).blocks)
+    assert not list(tmp_path.iterdir())
