@@ -124,9 +124,12 @@ class Offloading:
         """What was found stays until the sequence has computed with it."""
         self.tier.hold(sequence.key, keys)
 
-    def holds(self, sequence: SequenceState) -> bool:
-        """Whether anything is kept for the sequence."""
-        return self.tier.holds(sequence.key)
+    def has_swapped(self, sequence: SequenceState) -> bool:
+        """Whether KV of a sequence that has to wait waits here. If not, nothing is held for it."""
+        if sequence.num_swapped_tokens and self.tier.holds(sequence.key):
+            return True
+        self.release(sequence)
+        return False
 
     def restore(self, keys: Sequence[HostKey], block_ids: Sequence[int]) -> None:
         """Copy contents that were found into blocks of the pool."""
@@ -134,8 +137,9 @@ class Offloading:
 
     def release(self, sequence: SequenceState) -> None:
         """The sequence needs nothing of what it holds here. Nothing if it holds nothing."""
-        sequence.num_swapped_tokens = 0
-        self._pending.extend(self.tier.release(sequence.key))
+        if sequence.num_swapped_tokens or self.tier.holds(sequence.key):
+            sequence.num_swapped_tokens = 0
+            self._pending.extend(self.tier.release(sequence.key))
 
     def keep(self, block: KVCacheBlock) -> None:
         """The pool is about to give up a cached block: keep it, if that is worth it."""

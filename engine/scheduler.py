@@ -190,7 +190,7 @@ class Scheduler:
             if result.prompt_logprobs:
                 sequence.add_prompt_logprobs(share.start + 1, result.prompt_logprobs[place])
             self._kv.copies_made(sequence.table)
-            if self._offloading is not None and self._offloading.holds(sequence):
+            if self._offloading is not None:
                 self._offloading.release(sequence)  # it has computed with what was copied back
             count_computed(sequence, count, self.counters)
             finish: Finish | None = None
@@ -299,9 +299,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0
 
     def _wait(self, sequence: SequenceState) -> None:
-        swapped = sequence.num_swapped_tokens > 0
-        if self._offloading is not None and not swapped:
-            self._offloading.release(sequence)
+        swapped = self._offloading is not None and self._offloading.has_swapped(sequence)
         sequence.status = SequenceStatus.SWAPPED if swapped else SequenceStatus.WAITING
         insort(self.waiting, sequence, key=_place_in_line)
 

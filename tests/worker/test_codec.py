@@ -59,7 +59,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     """A change of the format must come with another version byte."""
     plain = ["Acknowledge", ["router", 3], ["decode-0", 7], 5, 4, ["r", [1, 1], 16, True]]
     assert encode(ACK) == b"\x04" + msgpack.packb(plain)
-    assert decode(b"\x03" + msgpack.packb(plain)) == ACK
+    assert decode(b"\x04" + msgpack.packb(plain)) == ACK
 
 
 @given(st.binary(max_size=200))
