@@ -257,6 +257,26 @@ def test_a_full_hit_in_the_tier_computes_the_last_token() -> None:
     bench.assert_exact()
 
 
+def test_a_prefix_lost_on_the_disk_is_computed_and_nothing_of_it_stays_held() -> None:
+    bench = bench_of(4, host=(1, 8), caching=True)
+    for name, base in (("first", 0), ("other", 20)):
+        bench.submit(stub_spec(name, [base + i for i in range(13)], 2))
+        bench.run()
+    assert bench.offloading is not None
+    found = [bench.offloading.tier.find(key) for key in bench.sequences["first"].hashes.values[:3]]
+    files = [entry.file for entry in found if entry is not None and entry.file is not None]
+    assert len(found) == 3 and files
+    bench.mover.damaged.add(files[-1])
+    again = bench.submit(stub_spec("again", range(13), 2))
+    assert not bench.step(), "it was alone in the step"
+    assert bench.waiting == ["again"] and not bench.offloading.tier.owners
+    bench.run()
+    assert bench.counters.host_lost_blocks == 1
+    assert again.num_cached_tokens < 12 and again.num_preemptions == 0
+    bench.assert_exact()
+    bench.assert_empty()
+
+
 def test_cached_contents_make_room_for_swapped_ones_and_not_the_reverse() -> None:
     bench = bench_of(5, host=(2, 0), caching=True)
     bench.submit(stub_spec("first", [40 + i for i in range(17)], 2))
