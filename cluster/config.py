@@ -35,7 +35,7 @@ class ConfigError(KVFerryError):
 _LATER_KEYS = {
     "": ("slo", "tenants"),
     "logging": ("format",),
-    "cache": ("hash_seed", "host_tier"),
+    "cache": ("hash_seed",),
     "prefill": ("resources",),
     "decode": ("resources",),
     "colocated": ("resources",),
@@ -44,7 +44,6 @@ _LATER_KEYS = {
     "server": ("http", "metrics", "tls", "auth"),
 }
 _LATER_VALUES = {
-    "scheduler.policy": ("priority",),
     "prefill.device": ("cuda",),
     "decode.device": ("cuda",),
     "colocated.device": ("cuda",),

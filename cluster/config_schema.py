@@ -113,6 +113,16 @@ class ModelConfig(_Section):
     served_name: Text | None = None
 
 
+class HostTierConfig(_Section):
+    """Where each worker keeps KV outside its pool: ``memory``, and beside it ``disk_size`` bytes of
+    the folder ``disk_path``. None: nowhere.
+    """
+
+    memory: Annotated[Size, Field(ge=1)] | None = None
+    disk_path: Text | None = None
+    disk_size: Annotated[Size, Field(ge=1)] | None = None
+
+
 class CacheConfig(_Section):
     """The KV pool of each worker: its blocks, or the memory to divide into blocks.
 
@@ -129,19 +139,22 @@ class CacheConfig(_Section):
     num_blocks: Count | None = None
     memory: Annotated[Size, Field(ge=1)] | None = None
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    host_tier: HostTierConfig = HostTierConfig()
 
 
 class SchedulerConfig(_Section):
     """Budgets of one engine step.
 
     ``chunk_tokens`` is the most that one request may prefill in a step; ``watermark`` the share of
-    the pool that admission leaves free for growth.
+    the pool that admission leaves free for growth. Where ``policy`` is ``priority``, requests wait
+    in order of theirs, and ``ageing`` of waiting is worth one level of it.
     """
 
     max_num_seqs: Count = 32
     max_num_batched_tokens: Count = 288
     chunk_tokens: Count = 256
-    policy: Literal["fcfs"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    ageing: Annotated[Duration, Field(ge=0.001, le=86400)] = 10.0
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
@@ -305,6 +318,7 @@ class Config(_Section):
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         scheduler, transfer, router = self.scheduler, self.transfer, self.router
+        tier = self.cache.host_tier
         count = self.replicas()
         can_serve = count.colocated or (count.prefill and count.decode)
         unit = self.cache.prefix_match_unit or 1
@@ -322,6 +336,16 @@ class Config(_Section):
             (
                 self.cache.num_blocks is None or self.cache.memory is None,
                 "cache.num_blocks and cache.memory are both given: keep one",
+            ),
+            (
+                (tier.disk_path is None) == (tier.disk_size is None),
+                "cache.host_tier.disk_path and cache.host_tier.disk_size: one is given without the "
+                "other",
+            ),
+            (
+                tier.disk_path is None or tier.memory is not None,
+                "cache.host_tier.disk_path is given without cache.host_tier.memory: blocks go to "
+                "the disk through it",
             ),
             (
                 scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,

@@ -26,6 +26,9 @@ here::
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
     ├── KernelsUnavailable              engine.kernel_choice
+    ├── HostTierTooSmall                worker.build
+    ├── HostMemoryUnavailable           worker.host_memory
+    ├── DiskUnavailable                 worker.disk_folder
     └── ModelError                      engine.models.errors
         ├── UnsupportedModel
         ├── DamagedModel

@@ -27,7 +27,7 @@ from kvferry.protos import kvferry_pb2 as pb
 
 MAX_PROMPT_LOGPROBS = 1 << 15
 
-_UNSUPPORTED_REQUEST = ("priority", "tenant", "adapter", "resume_grace_s", "first_output_index")
+_UNSUPPORTED_REQUEST = ("tenant", "adapter", "resume_grace_s", "first_output_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Intake:
         tokenizer: the model's.
         chat_template: the model's.
         random_bits: source of ids and seeds: called with a number of bits.
+        priorities: whether a request may have one.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Intake:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate,
         random_bits: Callable[[int], int],
+        priorities: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._random_bits = random_bits
+        self._priorities = priorities
         self._sampling = SamplingFields(model.vocab_size, tokenizer, random_bits)
 
     def prepare(self, request: pb.GenerateRequest) -> RequestSpec:
@@ -74,6 +77,11 @@ class Intake:
         for name in _UNSUPPORTED_REQUEST:
             if getattr(request, name):
                 raise InvalidRequest(f"{name}: not supported yet in this version; leave it out")
+        if request.priority and not self._priorities:
+            raise InvalidRequest(
+                f"priority: got {request.priority}, but requests are served in order of arrival; "
+                "leave it out, or serve with scheduler.policy: priority"
+            )
         sampling, num_branches = self._sampling.read(request.sampling)
         prompt = self._prompt(request)
         _check_prompt_logprobs(sampling, len(prompt))
@@ -86,6 +94,7 @@ class Intake:
             self.model.max_model_len,
             request.cache_salt,
             tuple(range(num_branches)),
+            request.priority,
         )
 
     def check_model(self, name: str) -> None:

@@ -55,7 +55,7 @@ class Router:
         self.channels = self._legs.channels
         self.workers = self._legs.workers
         self.outbox = self._legs.outbox
-        self._line = WaitingLine(policy, self._legs, self.kv_index)
+        self._line = WaitingLine(policy, self._legs, self.kv_index, config.ageing)
         self.decisions = self._line.decisions
         self._delivery = Delivery(self._end_branch, self._end)
         self.requests: dict[RequestId, RoutedRequest] = {}

@@ -124,6 +124,7 @@ class RouterActor:
             Tokenizer(folder),
             ChatTemplate.from_folder(folder),
             secrets.randbits,
+            settings.config.ageing is not None,
         )
         self._node = RouterNode(
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host

@@ -58,6 +58,7 @@ def worker_settings(
                     config.scheduler.max_num_batched_tokens,
                     config.scheduler.chunk_tokens,
                     config.scheduler.watermark,
+                    _ageing(config),
                 ),
                 times=WorkerTimes(
                     config.transfer.list_period,
@@ -81,9 +82,17 @@ def worker_settings(
                 max_in_flight_blocks=config.transfer.max_in_flight_blocks,
                 faults=None if faults == type(faults)() else FaultPlan(**faults.model_dump()),
                 audit_every_step=config.debug.audit_every_step,
+                host_bytes=config.cache.host_tier.memory or 0,
+                disk_path=config.cache.host_tier.disk_path,
+                disk_bytes=config.cache.host_tier.disk_size or 0,
             )
             settings.append((role, setting))
     return settings
+
+
+def _ageing(config: Config) -> float | None:
+    """Seconds of waiting per level of priority; None where priorities mean nothing."""
+    return config.scheduler.ageing if config.scheduler.policy == "priority" else None
 
 
 def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str) -> RouterSettings:
@@ -100,6 +109,7 @@ def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str)
             config.transfer.heartbeat,
             config.router.heartbeat_timeout,
             config.transfer.stall_limit,
+            _ageing(config),
         ),
         config.router.prefill_window,
         config.model.served_name,

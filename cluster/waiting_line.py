@@ -1,4 +1,5 @@
-"""The router's waiting line: requests in order of arrival, placed late. Knows no tokens.
+"""The router's waiting line: requests in order of arrival or priority, placed late. Knows no
+tokens.
 
 Nobody overtakes: placement stops at the first request that must wait. One that has been placed
 but waits for blocks at a full worker goes where there are some before anybody behind it does.
@@ -15,15 +16,19 @@ from kvferry.cluster.kv_index import KVIndex, chain_for
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.policy import Placement, Policy
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
+from kvferry.engine.ranking import rank
 from kvferry.worker.messages import Role
 
 
 class WaitingLine:
-    """See the module. ``decisions`` are the last placements."""
+    """See the module. ``decisions`` are the last placements; ``ageing``: ``engine.ranking``."""
 
-    def __init__(self, policy: Policy, legs: Legs, kv_index: KVIndex) -> None:
+    def __init__(
+        self, policy: Policy, legs: Legs, kv_index: KVIndex, ageing: float | None = None
+    ) -> None:
         self.decisions: deque[Decision] = deque(maxlen=256)
         self._policy = policy
+        self._ageing = ageing
         self._legs = legs
         self._kv_index = kv_index
         self._line: list[RoutedRequest] = []
@@ -35,10 +40,13 @@ class WaitingLine:
         return len(self._line)
 
     def add(self, request: RoutedRequest, now: float) -> None:
-        """Let a request wait, at its place by arrival."""
+        """Let a request wait, at its place by rank."""
         request.state = RequestState.QUEUED
         request.waiting_since = now
-        insort(self._line, request, key=lambda r: r.arrival)
+        insort(self._line, request, key=self._rank)
+
+    def _rank(self, request: RoutedRequest) -> tuple[float, int]:
+        return rank(request.spec.priority, request.received_at, self._ageing), request.arrival
 
     def remove(self, request: RoutedRequest) -> None:
         """A request that waits no longer."""

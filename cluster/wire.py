@@ -160,6 +160,7 @@ def worker_status(
         return status
     status.num_running = load.num_running
     status.num_waiting = load.num_waiting + load.num_full
+    status.num_swapped = load.num_swapped
     status.queued_tokens = load.queued_tokens
     status.kv.CopyFrom(
         pb.KVUsage(

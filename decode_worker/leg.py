@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from kvferry.decode_worker.positions import Positions
 from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.ranking import rank
 from kvferry.engine.sequence import SequenceState
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.block_table import BlockTable
@@ -245,6 +246,10 @@ class DecodeLeg:
             if len(self.branches) > 1:  # of a single one the router ends the request
                 branch.finish = finish_after(spec, index, token_id)
         return [branch for branch in self.branches if not branch.is_over]
+
+    def rank(self, ageing: float | None) -> float:
+        """Its place among those that are FULL; of equal ones the first to come is first."""
+        return rank(self.request.spec.priority, self.received_at, ageing)
 
     def note_end(self) -> None:
         """The last of its branches may be over."""

@@ -42,7 +42,7 @@ def reservation(
     prompt = request.spec.kv_prompt()
     whole = Prefix()
     if request.spec.sampling.prompt_logprobs is None:
-        whole = _whole_blocks(kv, kv.find_prefix(hashes, prompt))
+        whole = kv.whole_blocks(kv.find_prefix(hashes, prompt))
     found = _with(kv, whole, len(prompt), request)
     if whole.block_ids and _lacks(kv, found) > num_available - kv.num_cached(whole):
         # The copy of a last block may be what is too much.
@@ -74,11 +74,6 @@ def take(
     copies = kv.allocate(table, found.num_computed, found.num_tokens)
     assert copies is not None, "what was found to fit does not"
     return table, copies, kv.pool.allocate(found.num_tails)
-
-
-def _whole_blocks(kv: KVCacheManager, prefix: Prefix) -> Prefix:
-    count = prefix.num_tokens // kv.block_size
-    return Prefix(prefix.block_ids[:count], count * kv.block_size)
 
 
 def _with(kv: KVCacheManager, prefix: Prefix, num_tokens: int, request: Reserve) -> Reservation:

@@ -1,8 +1,9 @@
 """The decode role: reserves blocks, pulls the prompt into them, decodes, reports tokens.
 
 Owns the legs and the line of those that found the pool FULL. Freed blocks go first to the
-engine's own preempted sequences, then are saved up for the oldest FULL request: nobody overtakes
-it, so a large request is not starved by small ones. Does not know where prompts are computed.
+engine's own preempted sequences, then are saved up for the first FULL request in rank: nobody
+overtakes it, so a large request is not starved by small ones. Does not know where prompts are
+computed.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ class DecodeRole:
         """Give free blocks to FULL legs, oldest first, while the first in line fits."""
         if self._engine.scheduler.has_preempted:
             return
-        for leg in [leg for leg in self.legs.values() if leg.state is LegState.FULL]:
+        full = [leg for leg in self.legs.values() if leg.state is LegState.FULL]
+        ageing = self._engine.scheduler.config.ageing
+        for leg in sorted(full, key=lambda leg: leg.rank(ageing)):
             idle = self._engine.pool.num_free == self._engine.pool.num_blocks
             spare = 0 if idle else self._engine.scheduler.watermark_blocks
             found = reservation(

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput, SchedulerOutput
+from kvferry.engine.offload import Offloading
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from kvferry.engine.sequence import (
@@ -19,7 +20,7 @@ from kvferry.engine.sequence import (
     SequenceState,
     SequenceStatus,
 )
-from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.block_pool import BlockPool, KVCacheBlock
 from kvferry.kv_cache.block_table import BlockTable, KVCacheManager
 from kvferry.kv_cache.hashing import HashChain, root_hash
 
@@ -36,6 +37,7 @@ class Engine:
         model: model name and revision, the root of every hash chain.
         clock: seconds, monotonic.
         match_unit: tokens per value of a hash chain; divides ``block_size``, its default.
+        offloading: where KV may wait outside the pool; None: nowhere.
     """
 
     def __init__(
@@ -47,11 +49,15 @@ class Engine:
         model: str,
         clock: Callable[[], float],
         match_unit: int | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.kv = KVCacheManager(pool, block_size)
-        self.scheduler = Scheduler(config, self.kv)
+        self.offloading = offloading
+        self.scheduler = Scheduler(config, self.kv, offloading)
+        if offloading is not None:
+            pool.on_evict = self._keep_evicted
         self.num_failed_steps = 0
         self.step_started_at = 0.0
         self._runner = runner
@@ -105,6 +111,7 @@ class Engine:
             num_computed_tokens=num_computed_tokens,
             num_cached_tokens=num_cached_tokens,
             pending_copies=list(copies),
+            arrived_at=self.clock(),
         )
         self.scheduler.add(sequence)
         return sequence
@@ -133,10 +140,12 @@ class Engine:
     def remove(self, sequence: SequenceState) -> None:
         """Abort or finish a sequence: its table is freed. Harmless when already gone."""
         self.scheduler.remove(sequence)
+        if self.offloading is not None:
+            self.offloading.flush()
 
     def step(self) -> bool:
         """Run one step; returns whether anything was computed."""
-        step = self.scheduler.schedule()
+        step = self._plan()
         if step is None:
             return False
         self.step_started_at = self.clock()
@@ -155,8 +164,34 @@ class Engine:
                 logger.warning("a step raised, its sequences run alone: %s", error)
                 self._step_alone(step)
             return True
+        self._learn_cost(step)
         self._advance(step, result)
         return True
+
+    def _plan(self) -> ScheduledStep | None:
+        """The next step, with every block that it needs in its place."""
+        step = self.scheduler.schedule()
+        if self.offloading is None:
+            return step
+        self.offloading.flush()
+        lost = self.offloading.take_lost()
+        return self.scheduler.without(step, lost) if step is not None and lost else step
+
+    def _keep_evicted(self, block: KVCacheBlock) -> None:
+        """Copy a cached block to the host tier before the pool gives it to somebody who may write
+        it at once.
+        """
+        assert self.offloading is not None
+        self.offloading.keep(block)
+        self.offloading.flush()
+
+    def _learn_cost(self, step: ScheduledStep) -> None:
+        """What computing a prompt's tokens takes, from steps that were mostly that."""
+        if self.offloading is None:
+            return
+        num_tokens = step.output.num_scheduled_tokens
+        if num_tokens >= 2 * len(step.sequences):
+            self.offloading.costs.computed(num_tokens, self.clock() - self.step_started_at)
 
     def _step_alone(self, step: ScheduledStep) -> None:
         """Run each sequence of a step that raised by itself, so that only the culprit ends."""
@@ -181,6 +216,8 @@ class Engine:
             sequence.owner.on_progress(progress, now)
             if progress.finish or (sequence.prefill_only and progress.token_id is not None):
                 self.remove(sequence)
+        if self.offloading is not None:
+            self.offloading.flush()
 
     def _fail(self, sequences: Sequence[SequenceState], error: Exception) -> None:
         """End the sequences that a step could not compute: their KV cannot be trusted."""

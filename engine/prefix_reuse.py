@@ -1,7 +1,8 @@
 """Which KV a sequence begins with, and for which it waits.
 
 A sequence begins with the longest part of its tokens whose KV is in the pool, less the last token,
-which is computed to get logits. Where the next block after that is being computed for another
+which is computed to get logits; where there is a host tier, what follows there is copied back and
+counts as the rest of it. Where the next block after that is being computed for another
 running sequence, it waits for it instead of computing it too. The wait ends with that sequence's
 next steps: a running sequence gets tokens in every step, and one that is preempted, fails or is
 removed computes nothing any longer, so that whoever waited takes over.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.engine.offload import Offloading
 from kvferry.engine.sequence import SequenceState
 from kvferry.kv_cache.block_table import KVCacheManager, Prefix, SealedBlock
 from kvferry.kv_cache.hashing import BlockHash
+from kvferry.kv_cache.host_tier import HostKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +30,22 @@ class Beginning:
         num_computed: leading positions that need no computing.
         num_blocks: blocks that the whole sequence lacks then, the copy of a shared block included.
         num_available: blocks that can be taken once it shares the prefix.
+        host: contents of the host tier that follow the prefix, of the next blocks in order.
     """
 
     prefix: Prefix
     num_computed: int
     num_blocks: int
     num_available: int
+    host: tuple[HostKey, ...] = ()
 
 
 class PrefixReuse:
     """See the module."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, offloading: Offloading | None = None) -> None:
         self._kv = kv
+        self._offloading = offloading
         self._computing: dict[BlockHash, SequenceState] = {}
 
     def find(self, sequence: SequenceState) -> Beginning:
@@ -47,25 +53,38 @@ class PrefixReuse:
         prefix = Prefix()
         if _may_reuse(sequence):
             prefix = self._kv.find_prefix(sequence.hashes, sequence.token_ids)
+        if self._offloading is not None:
+            whole = self._kv.whole_blocks(prefix)
+            host, end = self._offloading.find(sequence, len(whole.block_ids))
+            if end > prefix.num_tokens:
+                return self._with(sequence, whole, host, end)
         beginning = self._with(sequence, prefix)
         if prefix.block_ids and beginning.num_blocks > beginning.num_available:
             # The copy may be what is too much: computing one block more needs none.
             beginning = self._with(sequence, self._kv.without_last_block(prefix))
         return beginning
 
-    def _with(self, sequence: SequenceState, prefix: Prefix) -> Beginning:
+    def _with(
+        self,
+        sequence: SequenceState,
+        prefix: Prefix,
+        host: tuple[HostKey, ...] = (),
+        end: int = 0,
+    ) -> Beginning:
+        """Of a prefix, and of contents of the host tier after it, up to position ``end``."""
         kv, length = self._kv, len(sequence.token_ids)
-        computed = min(prefix.num_tokens, length - 1)
+        computed = min(max(prefix.num_tokens, end), length - 1)
         copies = len(prefix.block_ids) * kv.block_size > computed
         lacks = kv.blocks_for(length) - len(prefix.block_ids) + copies
         available = kv.pool.num_free - kv.num_cached(prefix)
-        return Beginning(prefix, computed, lacks, available)
+        return Beginning(prefix, computed, lacks, available, host)
 
     def must_wait(self, sequence: SequenceState, beginning: Beginning) -> bool:
         """Whether the block after its beginning is being computed for another."""
         if not self._computing or not _may_reuse(sequence):
             return False
-        end = len(beginning.prefix.block_ids) * self._kv.block_size + self._kv.block_size
+        num_blocks = len(beginning.prefix.block_ids) + len(beginning.host)
+        end = (num_blocks + 1) * self._kv.block_size
         if end > len(sequence.token_ids) or beginning.num_computed % self._kv.block_size:
             return False
         other = self._computing.get(sequence.hashes.value_at(end, sequence.token_ids))
@@ -74,6 +93,8 @@ class PrefixReuse:
     def begin(self, sequence: SequenceState, beginning: Beginning) -> None:
         """The sequence takes its prefix; what it will compute is noted for others."""
         size = self._kv.block_size
+        if self._offloading is not None:
+            self._offloading.hold(sequence, beginning.host)
         self._kv.adopt(sequence.table, beginning.prefix)
         sequence.num_computed_tokens = beginning.num_computed
         whole = beginning.num_computed // size
@@ -88,6 +109,13 @@ class PrefixReuse:
             if value not in self._computing:
                 self._computing[value] = sequence
                 sequence.computing.append(value)
+
+    def restore(self, sequence: SequenceState, beginning: Beginning) -> None:
+        """Copy back what follows the prefix, into blocks that the sequence has by now."""
+        if self._offloading is not None and beginning.host:
+            first = len(beginning.prefix.block_ids)
+            block_ids = sequence.table.block_ids[first : first + len(beginning.host)]
+            self._offloading.restore(beginning.host, block_ids)
 
     def stop(self, sequence: SequenceState) -> None:
         """The sequence computes nothing any longer, or all that it was to compute is done."""

@@ -131,6 +131,7 @@ class RequestSpec:
         eos_token_ids: ids that end the output unless ``sampling.ignore_eos``.
         max_model_len: positions that prompt and output together may take.
         cache_salt: opaque tenant salt of the block hash chain.
+        priority: lower comes earlier, where the scheduler's policy is ``priority``.
     """
 
     request_id: RequestId
@@ -141,6 +142,7 @@ class RequestSpec:
     max_model_len: int = 1 << 30
     cache_salt: str = ""
     branches: tuple[int, ...] = (0,)
+    priority: int = 0
 
     @property
     def num_branches(self) -> int:

@@ -6,18 +6,21 @@ tokens, some of which are computed; a step computes up to a token budget, subjec
 Each step:
  1. Running sequences get their uncomputed tokens (at most ``chunk_tokens`` each): first those
     that decode, one token each, so that a long prompt does not hold them up; oldest first. When
-    one cannot grow, the newest running sequence that would free a block now is preempted: its
-    table is freed and it waits to be computed again. Each preemption takes one sequence out of
-    the running list, so a step cannot loop.
- 2. If nobody was preempted, waiting sequences are admitted in order of arrival while their whole
+    one cannot grow, the last in rank of the running sequences that would free a block now is
+    preempted: its table is freed and it waits to be computed again or, if its KV went to the host
+    tier (``engine.offload``), to be copied back. Each preemption takes one sequence out of the
+    running list, so a step cannot loop.
+ 2. If nobody was preempted, waiting sequences are admitted in order of rank while their whole
     known length fits beside what running ones still need for theirs, above the watermark (the
     share kept free so that running ones can grow). Each begins with the KV that is here already
     (``engine.prefix_reuse``); one whose next block another is computing is passed over.
     The first that does not fit stops the line: a large one is not starved by small ones.
     Sequences that came with computed blocks and found every seat taken stand first in line, for
     their blocks come back only when they run.
- 3. If nothing runs and the first in line does not fit, the newest other sequence that waits with
+ 3. If nothing runs and the first in line does not fit, the last other sequence that waits with
     blocks gives them back; likewise if nothing that runs can go on because its blocks are shared.
+
+Rank is order of arrival, or priority with ageing (``engine.ranking``); it never changes.
 
 Pure and deterministic; knows no model, clock, socket or role.
 """
@@ -25,10 +28,14 @@ Pure and deterministic; knows no model, clock, socket or role.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.counters import EngineCounters, count_computed
+from kvferry.engine.offload import Offloading
 from kvferry.engine.prefix_reuse import PrefixReuse
+from kvferry.engine.ranking import rank
 from kvferry.engine.sequence import SequenceKey, SequenceProgress, SequenceState, SequenceStatus
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.block_table import KVCacheManager
@@ -36,12 +43,17 @@ from kvferry.kv_cache.block_table import KVCacheManager
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Budgets of one step. ``watermark`` is a share of the pool, 0 to 1."""
+    """Budgets of one step, and who comes first.
+
+    ``watermark`` is a share of the pool, 0 to 1; ``ageing`` is how many seconds of waiting one
+    level of priority is worth, None where requests come in order of arrival.
+    """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 288
     chunk_tokens: int = 256
     watermark: float = 0.01
+    ageing: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +74,23 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Waiting and running sequences of one engine; see the module for the algorithm."""
+    """Waiting and running sequences of one engine; see the module for the algorithm.
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    Swapped sequences stand among the waiting ones.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, offloading: Offloading | None = None
+    ) -> None:
         self.config = config
         self._kv = kv
-        self._reuse = PrefixReuse(kv)
+        self._offloading = offloading
+        self._reuse = PrefixReuse(kv, offloading)
+        self.counters = offloading.counters if offloading is not None else EngineCounters()
         self._arrivals = 0
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.sequences: dict[SequenceKey, SequenceState] = {}
-        self.num_preemptions = 0
 
     @property
     def watermark_blocks(self) -> int:
@@ -85,16 +103,19 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.key} is already in the scheduler")
         self._arrivals += 1
         sequence.arrival = self._arrivals
+        sequence.rank = rank(sequence.spec.priority, sequence.arrived_at, self.config.ageing)
         sequence.max_computed_tokens = sequence.num_computed_tokens
         self.sequences[sequence.key] = sequence
         if sequence.table.block_ids and len(self.running) < self.config.max_num_seqs:
             sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
+            insort(self.running, sequence, key=_rank)
         else:
             insort(self.waiting, sequence, key=_place_in_line)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Take a sequence out and free its table; unknown or removed ones are ignored."""
+        """Take a sequence out and free its table and what the host tier keeps for it; unknown or
+        removed ones are ignored.
+        """
         if self.sequences.get(sequence.key) is not sequence:
             return
         del self.sequences[sequence.key]
@@ -102,11 +123,26 @@ class Scheduler:
         self._reuse.stop(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._kv.free(sequence.table)
+        if self._offloading is not None:
+            self._offloading.release(sequence)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since the start."""
+        return self.counters.num_preemptions
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose KV waits in the host tier."""
+        return sum(s.status is SequenceStatus.SWAPPED for s in self.waiting)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be computed, the one of each decode step not among them."""
-        uncomputed = (s.num_uncomputed_tokens for s in self.sequences.values())
+        uncomputed = (
+            len(s.token_ids) - max(s.num_computed_tokens, s.num_swapped_tokens)
+            for s in self.sequences.values()
+        )
         return sum(count for count in uncomputed if count > 1)
 
     @property
@@ -156,7 +192,9 @@ class Scheduler:
             if result.prompt_logprobs:
                 sequence.add_prompt_logprobs(share.start + 1, result.prompt_logprobs[place])
             self._kv.copies_made(sequence.table)
-            _count_computed(sequence, count)
+            if self._offloading is not None:
+                self._offloading.release(sequence)  # it has computed with what was copied back
+            count_computed(sequence, count, self.counters)
             finish: Finish | None = None
             if token_id is not None:
                 finish = finish_after(sequence.spec, sequence.num_output_tokens, token_id)
@@ -199,13 +237,34 @@ class Scheduler:
             if victim is sequence:
                 return False, preempted
 
+    def without(self, step: ScheduledStep, lost: AbstractSet[int]) -> ScheduledStep | None:
+        """A step less those sequences that were to begin with blocks whose content is lost.
+
+        They wait again, and compute what is lost. None when nobody is left.
+        """
+        kept = []
+        for index, sequence in enumerate(step.sequences):
+            if lost.isdisjoint(sequence.table.block_ids):
+                kept.append(index)
+            else:
+                self._stop_running(sequence)
+                self._wait(sequence)
+        if not kept:
+            return None
+        shares = tuple(step.output.sequences[index] for index in kept)
+        return ScheduledStep(
+            SchedulerOutput(shares, step.output.copies),
+            tuple(step.sequences[index] for index in kept),
+        )
+
     def _victim(self) -> SequenceState | None:
-        """The newest running sequence whose table would give a block back now."""
-        candidates = (s for s in self.running if self._kv.has_freeable_block(s.table))
-        return max(candidates, key=lambda s: s.arrival, default=None)
+        """The last in rank of the running sequences whose table would give a block back now."""
+        return next(
+            (s for s in reversed(self.running) if self._kv.has_freeable_block(s.table)), None
+        )
 
     def _take_back(self) -> None:
-        """Nobody can go on: free the table of the newest sequence that waits with one.
+        """Nobody can go on: free the table of the last sequence that waits with one.
 
         Not that of the first in line where nothing runs. Where none gives a block back now, one
         that shares blocks lets go of them, so that they are another's alone. What runs and shares
@@ -222,7 +281,7 @@ class Scheduler:
             self._preempt(holders[-1])
 
     def _decoding_first(self) -> list[SequenceState]:
-        """The running sequences, those with one token to compute first; oldest first."""
+        """The running sequences in order of rank, those with one token to compute first."""
         chunks = [s for s in self.running if s.num_uncomputed_tokens > 1]
         if not chunks:
             return self.running.copy()
@@ -231,7 +290,7 @@ class Scheduler:
     def _leave_line(self, sequence: SequenceState) -> None:
         """Take a sequence out of the line that it stands in; both are sorted."""
         if sequence.status is SequenceStatus.RUNNING:
-            line, place = self.running, bisect_left(self.running, sequence.arrival, key=_arrival)
+            line, place = self.running, bisect_left(self.running, _rank(sequence), key=_rank)
         else:
             line = self.waiting
             place = bisect_left(line, _place_in_line(sequence), key=_place_in_line)
@@ -239,15 +298,26 @@ class Scheduler:
         del line[place]
 
     def _preempt(self, victim: SequenceState) -> None:
-        self._leave_line(victim)
-        self._reuse.stop(victim)
-        self._kv.free(victim.table)
-        victim.pending_copies.clear()
-        victim.num_computed_tokens = 0
+        """Take a sequence's blocks; its KV goes to the host tier if that is the better way."""
+        if self._offloading is not None and self._offloading.save(victim):
+            self.counters.preemptions_offload += 1
+        else:
+            self.counters.preemptions_recompute += 1
         victim.num_preemptions += 1
-        victim.status = SequenceStatus.WAITING
-        insort(self.waiting, victim, key=_place_in_line)
-        self.num_preemptions += 1
+        self._stop_running(victim)
+        self._wait(victim)
+
+    def _stop_running(self, sequence: SequenceState) -> None:
+        self._leave_line(sequence)
+        self._reuse.stop(sequence)
+        self._kv.free(sequence.table)
+        sequence.pending_copies.clear()
+        sequence.num_computed_tokens = 0
+
+    def _wait(self, sequence: SequenceState) -> None:
+        swapped = self._offloading is not None and self._offloading.has_swapped(sequence)
+        sequence.status = SequenceStatus.SWAPPED if swapped else SequenceStatus.WAITING
+        insort(self.waiting, sequence, key=_place_in_line)
 
     def _admit(self, budget: int) -> list[tuple[SequenceState, int]]:
         admitted = []
@@ -268,16 +338,19 @@ class Scheduler:
                     continue
             if whole and whole + spare > available:
                 break
-            if not sequence.table.block_ids:
+            begins = not sequence.table.block_ids
+            if begins:
                 self._reuse.begin(sequence, beginning)
             count = min(sequence.num_uncomputed_tokens, self.config.chunk_tokens, budget)
             computed = sequence.num_computed_tokens
             copies = self._kv.allocate(sequence.table, computed, computed + count)
             assert copies is not None, "what was found to fit does not"
+            if begins:
+                self._reuse.restore(sequence, beginning)
             sequence.pending_copies.extend(copies)
             self.waiting.pop(place)
             sequence.status = SequenceStatus.RUNNING
-            insort(self.running, sequence, key=_arrival)
+            insort(self.running, sequence, key=_rank)
             promised += self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
             admitted.append((sequence, count))
             budget -= count
@@ -288,12 +361,12 @@ class Scheduler:
         return sum(self._kv.blocks_needed(s.table, len(s.token_ids)) for s in self.running)
 
 
-def _arrival(sequence: SequenceState) -> int:
-    return sequence.arrival
+def _rank(sequence: SequenceState) -> tuple[float, int]:
+    return sequence.rank, sequence.arrival
 
 
-def _place_in_line(sequence: SequenceState) -> tuple[bool, int]:
-    return not sequence.table.block_ids, sequence.arrival
+def _place_in_line(sequence: SequenceState) -> tuple[bool, float, int]:
+    return not sequence.table.block_ids, sequence.rank, sequence.arrival
 
 
 def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
@@ -316,17 +389,3 @@ def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
 def _take_copies(sequence: SequenceState) -> list[tuple[int, int]]:
     copies, sequence.pending_copies = sequence.pending_copies, []
     return copies
-
-
-def _count_computed(sequence: SequenceState, count: int) -> None:
-    start = sequence.num_computed_tokens
-    sequence.num_computed_tokens = end = start + count
-    if start < sequence.num_kv_prompt:
-        sequence.num_prefill_chunks += 1
-    if start >= sequence.max_computed_tokens:  # the common case: nothing is recomputed
-        sequence.max_computed_tokens = end
-        return
-    again = min(end, sequence.max_computed_tokens) - start
-    sequence.recomputed_tokens += again
-    sequence.recomputed_prompt_tokens += max(0, min(start + again, sequence.num_kv_prompt) - start)
-    sequence.max_computed_tokens = max(sequence.max_computed_tokens, end)

@@ -23,9 +23,12 @@ class SequenceKey(NamedTuple):
 
 
 class SequenceStatus(Enum):
-    """WAITING (new or preempted) → RUNNING → FINISHED; preemption goes back to WAITING."""
+    """WAITING (new or preempted) → RUNNING → FINISHED; preemption goes back to WAITING, or, if the
+    KV is kept in the host tier meanwhile, to SWAPPED.
+    """
 
     WAITING = "waiting"
+    SWAPPED = "swapped"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -88,6 +91,9 @@ class SequenceState:
         reused: whole blocks that it began with; its owner hears of them with its first step.
         computing: chain values of whole blocks that it is about to compute, for who waits for them.
         arrival: order of arrival at this engine; the highest is the newest.
+        arrived_at: when that was, on the engine's clock.
+        rank: how late it stands in every line; see ``engine.ranking``.
+        num_swapped_tokens: positions whose KV is in the host tier for it.
     """
 
     key: SequenceKey
@@ -103,6 +109,9 @@ class SequenceState:
     max_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0
+    arrived_at: float = 0.0
+    rank: float = 0.0
+    num_swapped_tokens: int = 0
     num_prefill_chunks: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
@@ -123,6 +132,11 @@ class SequenceState:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that have no KV yet; at least one while the sequence lives."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def resumes(self) -> bool:
+        """Whether an earlier attempt had delivered tokens: then the prompt was computed before."""
+        return bool(self.spec.suffixes[self.key.branch])
 
     def prompt_targets(self, first: int, end: int) -> tuple[int, ...]:
         """The prompt's tokens in ``[first, end)`` whose log-probabilities are wanted.

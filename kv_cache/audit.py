@@ -8,16 +8,19 @@ rebuilds who owns what; each block counts once, under its strongest owner:
 The class counts come from the owners alone. The pool's own state is then held against them:
 a block nobody owns must be free to take (else it leaked), an owned one must not be; what only the
 index leads to must be kept as cached, and nothing else.
+
+The host tier is held against the sequences likewise: what is kept for none of them has leaked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.host_tier import HostKey, HostTier, TailKey
 
 
 class BlockClass(StrEnum):
@@ -185,3 +188,62 @@ def _name(owner: Owner) -> str:
     if owner.kind is OwnerKind.INDEX:
         return "the prefix index"
     return f"{owner.kind.value} {owner.request_id or '?'}#{owner.attempt}{peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostAudit:
+    """The host tier by owner, in blocks, and what is wrong with it.
+
+    A content with several owners counts once, under the first by name; ``num_cached`` have none.
+    Owned, cached and free ones are all slots and files.
+    """
+
+    owned: dict[str, int]
+    num_cached: int
+    num_free: int
+    problems: tuple[str, ...]
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the tier agrees with the owners."""
+        return not self.problems
+
+
+def audit_host(tier: HostTier, owners: Iterable[Hashable]) -> HostAudit:
+    """Hold the host tier against those that may have something there: the living sequences."""
+    living = frozenset(owners)
+    owned: Counter[str] = Counter()
+    num_cached = 0
+    problems: list[str] = []
+    places = Counter(("slot", slot) for slot in tier.free_slots)
+    places.update(("file", file) for file in tier.free_files)
+    for entry in tier:
+        name = _content_name(entry.key)
+        if entry.slot is not None:
+            places["slot", entry.slot] += 1
+        if entry.file is not None:
+            places["file", entry.file] += 1
+        gone = sorted(str(owner) for owner in entry.owners - living)
+        if gone:
+            problems.append(f"host {name} leaked: kept for {', '.join(gone)}, which is gone")
+        if entry.owners:
+            owned[min(str(owner) for owner in entry.owners)] += 1
+        elif isinstance(entry.key, TailKey) or not tier.caching:
+            problems.append(f"host {name} leaked: nobody holds it, and nobody else can use it")
+        else:
+            num_cached += 1
+    expected = [("slot", slot) for slot in range(tier.num_slots)]
+    expected += [("file", file) for file in range(tier.num_files)]
+    for kind, number in expected:
+        found = places.pop((kind, number), 0)
+        if found != 1:
+            problems.append(f"host {kind} {number} is in {found} places, wanted one")
+    problems.extend(f"host {kind} {number} does not exist" for kind, number in places)
+    num_free = len(tier.free_slots) + len(tier.free_files)
+    return HostAudit(dict(owned), num_cached, num_free, tuple(problems))
+
+
+def _content_name(key: HostKey) -> str:
+    if isinstance(key, TailKey):
+        return f"block {key.block_index} of {key.owner}"
+    return f"block {key.hex()[:12]}"

@@ -75,6 +75,8 @@ class BlockPool:
         index: where sealed blocks are entered, so that they can be found again; None: nowhere.
 
     Attributes:
+        on_evict: called with a cached block that is about to be taken for something else, its
+            content still there; None: nobody wants to know.
         num_evictions: cached blocks taken for something else.
     """
 
@@ -90,6 +92,7 @@ class BlockPool:
         self._raise_word = raise_word
         self.index = index
         self.num_evictions = 0
+        self.on_evict: Callable[[KVCacheBlock], None] | None = None
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
@@ -134,6 +137,8 @@ class BlockPool:
         if self._free:
             return self._free.popitem(last=False)[0]
         block_id, _ = self._cached.popitem(last=False)
+        if self.on_evict is not None:
+            self.on_evict(self.blocks[block_id])
         self._forget(block_id)
         self.blocks[block_id].state = BlockState.FREE
         self.num_evictions += 1

@@ -106,6 +106,11 @@ class KVCacheManager:
         """Blocks of a prefix that adopting it takes out of those that are free to take."""
         return sum(self.pool.is_cached(block_id) for block_id in prefix.block_ids)
 
+    def whole_blocks(self, prefix: Prefix) -> Prefix:
+        """A prefix less what its last block holds, if that is not full."""
+        count = prefix.num_tokens // self.block_size
+        return Prefix(prefix.block_ids[:count], count * self.block_size)
+
     def without_last_block(self, prefix: Prefix) -> Prefix:
         """A prefix less what its last block holds."""
         kept = prefix.block_ids[:-1]

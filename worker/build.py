@@ -9,7 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.kernel_choice import AUTO as AUTO_KERNELS
@@ -20,20 +22,31 @@ from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout, load_model
 from kvferry.engine.models.size import ModelSize
+from kvferry.engine.offload import Offloading
 from kvferry.engine.pool_sizing import PoolSize, memory_limit, size_pool
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_cache.errors import KVFerryError
+from kvferry.kv_cache.host_tier import HostTier
 from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.choosing import AUTO
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
 from kvferry.worker.connectors import make_connector
+from kvferry.worker.disk_folder import HEADER_BYTES, DiskFolder
+from kvferry.worker.host_memory import HostMemory
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import Worker, WorkerTimes
 
 RESERVE_BYTES = 512 << 20
 """Memory left for the interpreter and its libraries when a pool is sized automatically."""
+
+
+class HostTierTooSmall(KVFerryError):
+    """The host tier does not hold a single block; names the sizes."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,8 @@ class WorkerSettings:
         checksum: verify a digest of every block moved.
         max_in_flight_blocks: blocks copied per poll of the connector.
         faults: what to inject into transfers, for trials.
+        host_bytes: memory of the host tier; 0 for none.
+        disk_path, disk_bytes: the folder that it may use beside that, and how much of it.
     """
 
     ref: NodeRef
@@ -80,6 +95,9 @@ class WorkerSettings:
     max_in_flight_blocks: int = 64
     faults: FaultPlan | None = None
     audit_every_step: bool = False
+    host_bytes: int = 0
+    disk_path: str | None = None
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +116,8 @@ class BuiltWorker:
 def build_worker(settings: WorkerSettings) -> BuiltWorker:
     """Load the model, allocate the pool, open the connector.
 
-    Raises KernelsUnavailable, ModelError, PoolTooSmall or PoolMemoryUnavailable.
+    Raises KernelsUnavailable, ModelError, PoolTooSmall, PoolMemoryUnavailable, HostTierTooSmall,
+    HostMemoryUnavailable or DiskUnavailable.
     """
     torch.set_num_threads(settings.threads)
     chosen = choose_kernels(settings.kernels, settings.isa)
@@ -145,9 +164,33 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         model_id,
         time.monotonic,
         settings.match_unit,
+        host_tier(settings, memory.blocks),
     )
     worker = Worker(settings.ref, engine, connector, settings.times, settings.checksum)
     return BuiltWorker(worker, config, ModelSize.of(model), layout, pool_size, max_len, chosen)
+
+
+def host_tier(settings: WorkerSettings, blocks: NDArray[np.uint8]) -> Offloading | None:
+    """Where KV may wait outside the pool ``blocks``, uint8 ``[num_blocks, block_bytes]``; None if
+    nowhere. Raises HostTierTooSmall, HostMemoryUnavailable or DiskUnavailable.
+    """
+    if not settings.host_bytes:
+        return None
+    block_bytes = int(blocks.shape[1])
+    num_slots = settings.host_bytes // block_bytes
+    num_files = settings.disk_bytes // (block_bytes + HEADER_BYTES) if settings.disk_path else 0
+    if not num_slots or (settings.disk_path and not num_files):
+        raise HostTierTooSmall(
+            f"cache.host_tier has {settings.host_bytes} bytes of memory and {settings.disk_bytes} "
+            f"of disk, a block has {block_bytes}: give each room for one block at least"
+        )
+    disk = DiskFolder(Path(settings.disk_path), block_bytes) if settings.disk_path else None
+    return Offloading(
+        HostTier(num_slots, num_files, settings.prefix_caching),
+        HostMemory(blocks, num_slots, disk),
+        settings.block_size,
+        time.monotonic,
+    )
 
 
 def _size_pool(settings: WorkerSettings, model: LlamaModel, layout: KVCacheLayout) -> PoolSize:
@@ -158,7 +201,7 @@ def _size_pool(settings: WorkerSettings, model: LlamaModel, layout: KVCacheLayou
         settings.memory_share,
         model.weights.num_bytes(),
         peak_step_bytes(model, layout, limit.max_num_batched_tokens, limit.max_num_seqs),
-        RESERVE_BYTES,
+        RESERVE_BYTES + settings.host_bytes,
         layout.block_bytes(),
         useful_blocks=limit.max_num_seqs * layout.num_blocks_for(max_len),
         requested_memory=settings.pool_bytes,

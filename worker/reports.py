@@ -65,8 +65,8 @@ class PeerState:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a worker holds, for placement and status. Free blocks are those that can be taken,
-    cached ones among them; ``match_unit`` is the number of tokens per chain value of its index,
-    0 if it has none.
+    cached ones among them; swapped sequences are not among the waiting ones. ``match_unit`` is the
+    number of tokens per chain value of the index, 0 if there is none.
     """
 
     membership_version: int = 0
@@ -85,6 +85,7 @@ class LoadReport:
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     peers: tuple[PeerState, ...] = ()
+    num_swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

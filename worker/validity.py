@@ -27,6 +27,7 @@ CLASSES = frozenset(block_class.value for block_class in BlockClass)
 FINISHES = frozenset(reason.value for reason in FinishReason)
 
 _WORDS = frozenset({"seed", "digest", "generation"})
+_SIGNED = frozenset({"priority"})
 _LARGE = frozenset(
     {"epoch", "router_epoch", "version", "membership_version", "query_id", "number", "attempt"}
     | {"num_kv_events", "first", "next_event"}
@@ -77,13 +78,14 @@ def _faults(body: Body) -> Iterator[str]:
 
 
 def _numbers(value: Any, name: str) -> Iterator[str]:
-    """Every integer a natural number in its range, every float finite and not negative."""
+    """Every integer in its range, every float finite; negative only where that means something."""
     if isinstance(value, bool | bytes) or value is None:
         return
     if isinstance(value, int):
         limit = WORD if name in _WORDS else LARGE if name in _LARGE else COUNT
-        if not 0 <= value < limit:
-            yield f"{name}: {value}, wanted 0 to {limit - 1}"
+        least = -limit if name in _SIGNED else 0
+        if not least <= value < limit:
+            yield f"{name}: {value}, wanted {least} to {limit - 1}"
     elif isinstance(value, float):
         if not math.isfinite(value) or (value < 0 and name not in _MAY_BE_NEGATIVE):
             yield f"{name}: {value}, wanted a finite number that is not negative"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvferry.engine.engine import Engine
-from kvferry.kv_cache.audit import Owner, PoolAudit, audit, index_owners
+from kvferry.kv_cache.audit import Owner, PoolAudit, audit, audit_host, index_owners
 from kvferry.kv_transfer.connector import IncompatiblePeer, KVConnector, Peer, TransferFailed
 from kvferry.worker import messages as m
 from kvferry.worker.channel import Channels
@@ -237,7 +237,8 @@ class Worker:
         scheduler, index = self.engine.scheduler, self.engine.pool.index
         load = LoadReport(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) - scheduler.num_swapped,
+            num_swapped=scheduler.num_swapped,
             queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self.engine.pool.num_blocks,
             num_free_blocks=self.engine.pool.num_free,
@@ -253,15 +254,21 @@ class Worker:
         return load
 
     def audit(self, now: float) -> PoolAudit:
-        """Walk every owner and hold the pool against them."""
+        """Walk every owner and hold the pool against them, and the host tier likewise."""
         owners = [*self.reads.owners(), *index_owners(self.engine.pool)]
         for role in self.roles:
             owners.extend(role.owners(now))
-        return audit(self.engine.pool, owners)
+        found = audit(self.engine.pool, owners)
+        if self.engine.offloading is None:
+            return found
+        host = audit_host(self.engine.offloading.tier, self.engine.scheduler.sequences)
+        return replace(found, problems=(*found.problems, *host.problems))
 
     def close(self) -> None:
-        """Close every peer and the connector."""
+        """Close every peer and the connector, and give the host tier back."""
         self.connector.close()
+        if self.engine.offloading is not None:
+            self.engine.offloading.close()
 
     def _audit_report(self, query_id: int, now: float) -> m.AuditReport:
         found = self.audit(now)

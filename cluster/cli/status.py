@@ -44,7 +44,8 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
     console.print(f"{model.name} ({model.dtype}), {state}", markup=False)
     console.print(f"KV {model.kv_dtype}, {_blocks(status)}", markup=False)
     table = Table(box=None, pad_edge=False, collapse_padding=True)
-    for heading in ("worker", "role", "state", "pid", "running", "waiting", "blocks used", "age"):
+    headings = ("worker", "role", "state", "pid", "running", "waiting", "swapped", "blocks used")
+    for heading in (*headings, "age"):
         table.add_column(heading, justify="left" if heading in ("worker", "role") else "right")
     for entry in status.workers:
         worker, kv = entry.worker, entry.kv
@@ -55,6 +56,7 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
             str(worker.pid),
             str(entry.num_running),
             str(entry.num_waiting),
+            str(entry.num_swapped),
             f"{kv.num_total - kv.num_free - kv.num_cached}/{kv.num_total}",
             f"{entry.heartbeat_age_s:.1f} s" if entry.HasField("heartbeat_age_s") else "?",
         )

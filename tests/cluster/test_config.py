@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvferry.cluster.block_sizes import choose_block_sizes
 from kvferry.cluster.config import (
     Config,
     ConfigError,
@@ -22,8 +23,10 @@ from kvferry.cluster.config import (
     parse_duration,
     parse_size,
 )
+from kvferry.cluster.settings import router_settings, worker_settings
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.faults import FaultPlan
+from kvferry.worker.messages import NodeRef
 
 
 def load_text(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) -> Config:
@@ -92,7 +95,6 @@ def test_unknown_key_names_its_path_and_the_nearest(
         "slo.ttft",
         "tenants.a",
         "cache.hash_seed",
-        "cache.host_tier",
         "server.http",
         "server.tls",
         "router.replicas",
@@ -108,7 +110,6 @@ def test_keys_of_later_versions_are_refused_by_name(key: str) -> None:
     ("key", "value", "instead"),
     [
         ("transfer.connector", "nixl", "auto or shm or tcp"),
-        ("scheduler.policy", "priority", "fcfs"),
         ("router.policy", "cost", "least_loaded"),
         ("decode.device", "cuda", "auto or cpu"),
     ],
@@ -293,3 +294,33 @@ def test_every_key_is_in_the_documentation_and_nothing_else_is() -> None:
 
 def _is_section(key: str) -> bool:
     return any(other.startswith(f"{key}.") for other in _known_keys(Config))
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"disk_path": "kv"}, "one is given without the other"),
+        ({"memory": "1MiB", "disk_size": "1GB"}, "one is given without the other"),
+        ({"disk_path": "kv", "disk_size": "1GB"}, "without cache.host_tier.memory"),
+        ({"memory": 0}, "cache.host_tier.memory"),
+    ],
+)
+def test_a_host_tier_that_makes_no_sense_is_refused(given: dict[str, Any], wrong: str) -> None:
+    assert wrong in refusal({f"cache.host_tier.{key}": value for key, value in given.items()})
+
+
+def test_workers_get_the_host_tier_and_router_and_workers_the_ageing() -> None:
+    tier = {"cache.host_tier.memory": "1MiB"}
+    tier |= {"cache.host_tier.disk_path": "kv", "cache.host_tier.disk_size": "1GB"}
+    config = load_config(overrides={**tier, "scheduler.policy": "priority", "scheduler.ageing": 3})
+    sizes = choose_block_sizes(config, Path("m"), "float32")
+    for _, settings in worker_settings(config, Path("m"), sizes, lambda: 1):
+        assert (settings.host_bytes, settings.disk_path) == (1 << 20, "kv")
+        assert settings.disk_bytes == 10**9
+        assert settings.scheduler.ageing == 3.0
+    ref = NodeRef("router-0", 1)
+    assert router_settings(config, Path("m"), ref, "127.0.0.1:0").config.ageing == 3.0
+    plain = load_config()
+    assert router_settings(plain, Path("m"), ref, "127.0.0.1:0").config.ageing is None
+    workers = worker_settings(plain, Path("m"), sizes, lambda: 1)
+    assert {settings.host_bytes for _, settings in workers} == {0}

@@ -27,9 +27,11 @@ from kvferry.cluster.sampling_fields import (
     SamplingFields,
 )
 from kvferry.engine.chat import ChatTemplate
-from kvferry.engine.request import InvalidRequest, PromptTooLong, SamplingParams, TokenBias
+from kvferry.engine.request import Attempt, InvalidRequest, PromptTooLong, SamplingParams, TokenBias
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
+from kvferry.worker.messages import Reserve
+from kvferry.worker.validity import fault
 from tests.engine.tiny_gguf import TEMPLATE
 from tests.engine.tiny_tokenizers import byte_level, save
 from tests.fakes import stub_layout
@@ -494,7 +496,18 @@ def test_every_request_field_is_supported_or_refused_by_name(intake: Intake, nam
         intake.prepare(made)
         return
     value = some_value(pb.GenerateRequest.DESCRIPTOR.fields_by_name[name])
-    assert refused(intake, request(**{name: value})).startswith(f"{name}: not supported")
+    reason = "got 5, but requests are served" if name == "priority" else "not supported"
+    assert refused(intake, request(**{name: value})).startswith(f"{name}: {reason}")
+
+
+@pytest.mark.parametrize("priority", [-(2**31), -1, 0, 2**31 - 1])
+def test_a_priority_reaches_the_specification_where_the_policy_has_them(
+    intake: Intake, priority: int
+) -> None:
+    front = Intake(intake.model, intake.tokenizer, intake._chat_template, Bits(), priorities=True)
+    spec = front.prepare(request(priority=priority))
+    assert spec.priority == priority
+    assert not fault(Reserve(spec, Attempt(1, 1)))
 
 
 @settings(suppress_health_check=list(HealthCheck))

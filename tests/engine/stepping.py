@@ -2,7 +2,7 @@
 
 ``Bench`` spoils a block's memory whenever the block begins a new life, so that whatever is read
 from it without having been written shows as a wrong token. It keeps books of its own: which
-positions each sequence computed how often.
+positions each sequence computed how often, and what was copied to the host tier.
 """
 
 from __future__ import annotations
@@ -14,15 +14,28 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.engine.batch import PoisonedRows, RunnerOutput, SchedulerOutput
+from kvferry.engine.costs import Costs
+from kvferry.engine.counters import EngineCounters
 from kvferry.engine.engine import Engine
+from kvferry.engine.offload import Offloading
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
-from kvferry.engine.sequence import SequenceProgress, SequenceState
-from kvferry.kv_cache.audit import BlockClass, Owner, OwnerKind, PoolAudit, audit, index_owners
+from kvferry.engine.sequence import SequenceProgress, SequenceState, SequenceStatus
+from kvferry.kv_cache.audit import (
+    BlockClass,
+    Owner,
+    OwnerKind,
+    PoolAudit,
+    audit,
+    audit_host,
+    index_owners,
+)
 from kvferry.kv_cache.block_pool import BlockPool, BlockState
 from kvferry.kv_cache.block_table import BlockTable
 from kvferry.kv_cache.hashing import HashChain, root_hash
+from kvferry.kv_cache.host_tier import HostTier
 from kvferry.kv_cache.prefix_index import PrefixIndex
+from tests.engine.dict_mover import DictMover, FixedCosts
 from tests.fakes import (
     ATTEMPT,
     FakeClock,
@@ -51,11 +64,13 @@ class CheckingRunner:
 
     stub: StubRunner
     config: SchedulerConfig
+    before: Callable[[], None] = lambda: None
     steps: list[SchedulerOutput] = field(default_factory=list)
     poison: Callable[[SchedulerOutput], Sequence[int]] | None = None
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         self.steps.append(output)
+        self.before()
         result = self.stub.execute(output)
         rows = self.poison(output) if self.poison is not None else ()
         if rows:
@@ -107,7 +122,11 @@ class CountingOwner(RecordingOwner):
 
 @dataclass
 class Bench:
-    """See the module."""
+    """See the module. ``host`` are the slots and files of a host tier, ``costs`` decide on its use.
+
+    With one, a block is spoilt when the next step computes: until then its old content can still be
+    copied, as it can in a real pool.
+    """
 
     num_blocks: int
     block_size: int = 4
@@ -115,15 +134,30 @@ class Bench:
     owner: CountingOwner = field(default_factory=CountingOwner)
     caching: bool = False
     match_unit: int | None = None
+    host: tuple[int, int] | None = None
+    costs: Costs = field(default_factory=lambda: FixedCosts(True))
 
     def __post_init__(self) -> None:
         self.memory = np.zeros((self.num_blocks, stub_layout(self.block_size).block_bytes()), "u1")
         self.slots = self.memory.view(np.int64)
-        self.runner = CheckingRunner(StubRunner(self.memory, self.block_size), self.config)
+        self.spoilt: set[int] = set()
+        self.runner = CheckingRunner(
+            StubRunner(self.memory, self.block_size), self.config, self._spoil_all
+        )
         index = PrefixIndex() if self.caching else None
         self.pool = BlockPool(self.num_blocks, self._spoil, index)
         self.owner.pool = self.pool
         self.clock = FakeClock()
+        self.mover = DictMover(self.slots, self.spoilt)
+        self.offloading: Offloading | None = None
+        if self.host is not None:
+            self.offloading = Offloading(
+                HostTier(*self.host, self.caching),
+                self.mover,
+                self.block_size,
+                self.clock,
+                self.costs,
+            )
         self.engine = Engine(
             self.config,
             self.runner,
@@ -132,6 +166,7 @@ class Bench:
             MODEL,
             self.clock,
             self.match_unit,
+            self.offloading,
         )
         self.sequences: dict[str, SequenceState] = {}
         self.leases: list[tuple[str, int]] = []
@@ -140,7 +175,14 @@ class Bench:
 
     def _spoil(self, block_id: int, generation: int) -> None:
         if self.pool.blocks[block_id].state is BlockState.FREE:
-            self.slots[block_id] = -generation
+            self.spoilt.add(block_id)
+            if self.host is None:
+                self._spoil_all()
+
+    def _spoil_all(self) -> None:
+        for block_id in self.spoilt:
+            self.slots[block_id] = -self.pool.blocks[block_id].generation - 1
+        self.spoilt.clear()
 
     # --- sequences --------------------------------------------------------------------------
 
@@ -165,6 +207,7 @@ class Bench:
         if self.engine.kv.blocks_for(count) > self.pool.num_free:
             return None
         table = BlockTable(self.block_size, self.pool.allocate(self.engine.kv.blocks_for(count)))
+        self._spoil_all()
         for position in range(count):
             block, slot = divmod(table.slot(position), self.block_size)
             self.slots[block, slot] = stub_value(prompt[position], position)
@@ -222,6 +265,17 @@ class Bench:
         """Names of the waiting sequences, first in line first."""
         return [s.key.request_id for s in self.engine.scheduler.waiting]
 
+    @property
+    def swapped(self) -> list[str]:
+        """Names of those whose KV waits in the host tier."""
+        waiting = self.engine.scheduler.waiting
+        return [s.key.request_id for s in waiting if s.status is SequenceStatus.SWAPPED]
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What the engine has counted."""
+        return self.engine.scheduler.counters
+
     def has_preempted(self) -> bool:
         """Whether a preempted sequence waits."""
         return self.engine.scheduler.has_preempted
@@ -245,7 +299,27 @@ class Bench:
         found = self.audit()
         assert found.consistent, found.problems
         assert sum(found.counts.values()) == self.num_blocks
+        self.check_host()
         return computed
+
+    def check_host(self) -> None:
+        """The tier has what its owners need, and nothing else; its books are those of the mover."""
+        if self.offloading is None:
+            return
+        tier = self.offloading.tier
+        scheduler = self.engine.scheduler
+        # Whoever waits without its KV there holds nothing.
+        waiting = {s.key for s in scheduler.waiting if s.status is SequenceStatus.WAITING}
+        found = audit_host(tier, scheduler.sequences.keys() - waiting)
+        assert found.consistent, found.problems
+        total = sum(found.owned.values()) + found.num_cached + found.num_free
+        assert total == tier.num_slots + tier.num_files
+        for entry in tier:
+            level = self.mover.memory if entry.slot is not None else self.mover.disk
+            place = entry.slot if entry.slot is not None else entry.file
+            assert place is not None and level[place][0] == entry.key
+        files = {entry.file for entry in tier} - {None}
+        assert self.mover.disk.keys() == files, "files nobody knows of"
 
     def run(self, most_steps: int = 500) -> None:
         """Step until no sequence is left."""
@@ -270,6 +344,9 @@ class Bench:
         counts = self.audit().counts
         assert counts[BlockClass.FREE] + counts[BlockClass.CACHED] == self.num_blocks
         assert not self.engine.has_work and not self.running and not self.waiting
+        if self.offloading is not None:
+            assert not self.offloading.tier.owners
+            assert self.caching or not len(self.offloading.tier)
 
     def assert_exact(self, *but: str) -> None:
         """Every sequence has sampled exactly what the stub answers, except those named."""

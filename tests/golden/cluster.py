@@ -19,6 +19,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.model_runner import TorchModelRunner
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout
+from kvferry.engine.offload import Offloading
 from kvferry.engine.request import RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
@@ -50,7 +51,9 @@ class WatchedRunner:
 
 @dataclass
 class RealCluster(SimCluster):
-    """See the module. ``model`` is shared by all workers; each has its own pool."""
+    """See the module. ``model`` is shared by all workers; each has its own pool, and a host tier
+    if ``offloading`` makes one of (pool, block size).
+    """
 
     model: LlamaModel | None = None
     kv_dtype: str = "float32"
@@ -60,6 +63,7 @@ class RealCluster(SimCluster):
     blocks_per_poll: int = 4
     connector: str = "shm"
     caching: bool = False
+    offloading: Callable[[SharedPoolMemory, int], Offloading] | None = None
     times: WorkerTimes = field(default_factory=lambda: WorkerTimes(read_timeout=1e9))
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(8, 64, 32, watermark=0.0)
@@ -94,7 +98,14 @@ class RealCluster(SimCluster):
         )
         pool = BlockPool(num_blocks, memory.raise_generation, self.index())
         engine = Engine(
-            self.scheduler, runner, pool, block_size, "golden", self.clock, self.match_unit
+            self.scheduler,
+            runner,
+            pool,
+            block_size,
+            "golden",
+            self.clock,
+            self.match_unit,
+            offloading=self.offloading(memory, block_size) if self.offloading else None,
         )
         return SimWorker(Worker(ref, engine, connector, self.times), runner, connector)
 
