@@ -136,7 +136,8 @@ class SequenceState:
     @property
     def resumes(self) -> bool:
         """Whether an earlier attempt had delivered tokens: then the prompt was computed before."""
-        return bool(self.spec.suffixes[self.key.branch])
+        place = self.spec.branches.index(self.key.branch)
+        return bool(self.spec.suffixes[place])
 
     def prompt_targets(self, first: int, end: int) -> tuple[int, ...]:
         """The prompt's tokens in ``[first, end)`` whose log-probabilities are wanted.

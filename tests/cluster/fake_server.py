@@ -99,6 +99,7 @@ def status_response() -> pb.StatusResponse:
             architecture="llama",
             dtype="float32",
             kv_dtype="int8",
+            block_size=16,
             block_bytes=195_840,
             max_model_len=64,
             vocab_size=100,

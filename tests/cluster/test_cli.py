@@ -321,7 +321,7 @@ def test_status_shows_workers(server: FakeServer, capsys: pytest.CaptureFixture[
     assert main(["status"]) == 0
     shown = capsys.readouterr().out
     assert "tiny (float32), ready" in shown
-    assert "KV int8, blocks of 195,840 bytes" in shown
+    assert "KV int8, blocks of 16 positions, 195,840 bytes" in shown
     assert "decode-0" in shown
     assert main(["status", "--json"]) == 0
     document = documents.parse(capsys.readouterr().out)
