@@ -49,13 +49,17 @@ class GenerateOptions(Sampling, ChatOptions, total=False):
 
     ``chat`` is a sequence of ``{"role": ..., "content": ...}``, where they apply with
     ``tool_calls`` (a list of objects), ``tool_call_id`` and ``name``; ``request_id`` is the
-    caller's label, not the server's id; ``timeout_s`` is the deadline of the whole request.
+    caller's label, not the server's id; ``cache_salt`` keeps its KV apart from that of requests
+    with another; ``priority`` is lower for what comes earlier, where the server looks at it;
+    ``timeout_s`` is the deadline of the whole request.
     """
 
     token_ids: Sequence[int]
     chat: Iterable[Mapping[str, Any]]
     model: str
     request_id: str
+    cache_salt: str
+    priority: int
     echo_prompt_token_ids: bool
     timeout_s: float
 
@@ -89,6 +93,8 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
             request_id=options.get("request_id", ""),
             model=options.get("model", ""),
             text=prompt,
+            cache_salt=options.get("cache_salt", ""),
+            priority=options.get("priority", 0),
             sampling=pb.SamplingParams(**sampling),
             echo_prompt_token_ids=options.get("echo_prompt_token_ids", False),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from kvferry.cluster.decisions import Decision
@@ -171,6 +172,7 @@ def worker_status(
             block_size=record.block_size,
         )
     )
+    status.cache.CopyFrom(pb.CacheCounters(**dataclasses.asdict(load.cache)))
     if load.prefill_tokens_per_s is not None:
         status.prefill_tokens_per_s = load.prefill_tokens_per_s
     if load.decode_step_s is not None:

@@ -244,7 +244,7 @@ class Puller:
         # Decode appends to a partial block: nobody may find it.
         whole = end - start == size
         block_id = leg.table.block_ids[index]
-        self._pool.seal(block_id, end - start, marks[-1].value, marks if whole else ())
+        self._pool.seal(block_id, end - start, marks[-1].value, marks if whole else (), moved=True)
 
     def _failed(self, leg: DecodeLeg, start: int, status: ReadStatus) -> bool:
         """Count a read that gave nothing; True to read again, False if the leg is given up."""

@@ -70,7 +70,7 @@ def take(
 ) -> tuple[BlockTable, list[tuple[int, int]], list[int]]:
     """A table with the reservation's blocks, the copies to make before it is written, and tails."""
     table = BlockTable(kv.block_size)
-    kv.adopt(table, found.prefix)
+    kv.adopt(table, found.prefix, found.num_tokens)
     copies = kv.allocate(table, found.num_computed, found.num_tokens)
     assert copies is not None, "what was found to fit does not"
     return table, copies, kv.pool.allocate(found.num_tails)

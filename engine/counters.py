@@ -22,6 +22,7 @@ class EngineCounters:
         recomputed_tokens_preemption: positions computed here again, because they were preempted.
         recomputed_tokens_recovery: positions computed here of requests that had delivered tokens
             before they came, so that their KV was lost with another worker.
+        hit_tokens_host: positions of those that began whose KV was in the host tier.
         host_hit_blocks: blocks copied back from the host tier, for whomever.
         host_lost_blocks: blocks that were to be copied from or to a disk and could not be: their
             positions are computed again.
@@ -32,6 +33,7 @@ class EngineCounters:
     preemptions_offload: int = 0
     recomputed_tokens_preemption: int = 0
     recomputed_tokens_recovery: int = 0
+    hit_tokens_host: int = 0
     host_hit_blocks: int = 0
     host_lost_blocks: int = 0
     offloaded_bytes: int = 0

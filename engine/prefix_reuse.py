@@ -95,7 +95,10 @@ class PrefixReuse:
         size = self._kv.block_size
         if self._offloading is not None:
             self._offloading.hold(sequence, beginning.host)
-        self._kv.adopt(sequence.table, beginning.prefix)
+        self._kv.adopt(sequence.table, beginning.prefix, len(sequence.token_ids))
+        if self._offloading is not None and beginning.host:
+            found = beginning.num_computed - beginning.prefix.num_tokens
+            self._offloading.counters.hit_tokens_host += found
         sequence.num_computed_tokens = beginning.num_computed
         whole = beginning.num_computed // size
         ids = beginning.prefix.block_ids[:whole]

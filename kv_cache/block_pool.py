@@ -36,6 +36,24 @@ class BlockState(Enum):
 
 
 @dataclass(slots=True)
+class Durations:
+    """How many there were, and how many seconds they took together."""
+
+    count: int = 0
+    total_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.count += 1
+        self.total_s += seconds
+
+    @property
+    def mean_s(self) -> float | None:
+        """Their mean; None before the first."""
+        return self.total_s / self.count if self.count else None
+
+
+@dataclass(slots=True)
 class KVCacheBlock:
     """One block's book-keeping. Only ``BlockPool`` changes it.
 
@@ -47,6 +65,9 @@ class KVCacheBlock:
         num_tokens: filled slots, once sealed.
         block_hash: chain hash, once sealed with one.
         quarantined: a read into it could not be fenced; never used again.
+        moved: its content came from a peer; not from computing here, nor from the host tier.
+        filled_at: when its present content began.
+        idle_at: since when nobody has owned it, if it is cached.
     """
 
     block_id: int
@@ -58,6 +79,9 @@ class KVCacheBlock:
     num_tokens: int = 0
     block_hash: BlockHash | None = None
     quarantined: bool = False
+    moved: bool = False
+    filled_at: float = 0.0
+    idle_at: float = 0.0
 
     @property
     def is_owned(self) -> bool:
@@ -73,11 +97,14 @@ class BlockPool:
         raise_word: called with (block id, generation) before anyone may write the block's next
             life, to publish the generation where readers in other processes see it.
         index: where sealed blocks are entered, so that they can be found again; None: nowhere.
+        clock: seconds, monotonic, for how long blocks live.
 
     Attributes:
         on_evict: called with a cached block that is about to be taken for something else, its
             content still there; None: nobody wants to know.
         num_evictions: cached blocks taken for something else.
+        lifetimes: from a block's allocation to the end of its content.
+        idle_times: from the moment that a block is cached to its next use or its eviction.
     """
 
     def __init__(
@@ -85,6 +112,7 @@ class BlockPool:
         num_blocks: int,
         raise_word: Callable[[int, int], None] | None = None,
         index: PrefixIndex | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, wanted at least 1")
@@ -92,6 +120,9 @@ class BlockPool:
         self._raise_word = raise_word
         self.index = index
         self.num_evictions = 0
+        self.lifetimes = Durations()
+        self.idle_times = Durations()
+        self._clock = clock
         self.on_evict: Callable[[KVCacheBlock], None] | None = None
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -140,7 +171,8 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(self.blocks[block_id])
         self._forget(block_id)
-        self.blocks[block_id].state = BlockState.FREE
+        self._uncached(self.blocks[block_id])
+        self._ends(self.blocks[block_id])
         self.num_evictions += 1
         return block_id
 
@@ -149,7 +181,7 @@ class BlockPool:
         block = self.blocks[block_id]
         if block.state is not BlockState.SEALED:
             raise BlockAccountingError(f"block {block_id} is shared while {block.state.value}")
-        self._cached.pop(block_id, None)
+        self._use(block)
         block.ref_count += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -166,7 +198,7 @@ class BlockPool:
         block = self.blocks[block_id]
         if block.state is not BlockState.SEALED:
             raise BlockAccountingError(f"block {block_id} is pinned while {block.state.value}")
-        self._cached.pop(block_id, None)
+        self._use(block)
         block.num_pins += 1
 
     def unpin(self, block_id: int) -> None:
@@ -198,10 +230,12 @@ class BlockPool:
         num_tokens: int,
         block_hash: BlockHash | None = None,
         marks: Sequence[Mark] = (),
+        moved: bool = False,
     ) -> None:
         """The step or read that filled the block has completed; it is not written again.
 
         It can be found from now on under those of ``marks`` that no other block is found under.
+        ``moved``: a peer's content.
         """
         block = self.blocks[block_id]
         if block.state is not BlockState.OPEN:
@@ -211,6 +245,7 @@ class BlockPool:
         block.state = BlockState.SEALED
         block.num_tokens = num_tokens
         block.block_hash = block_hash
+        block.moved = moved
         if self.index is not None and marks and not block.quarantined:
             self.index.add(block_id, marks)
 
@@ -262,15 +297,32 @@ class BlockPool:
         block.state = BlockState.OPEN
         block.num_tokens = 0
         block.block_hash = None
+        block.moved = False
+        block.filled_at = self._clock()
 
     def _free_if_unowned(self, block: KVCacheBlock) -> None:
         if block.is_owned or block.quarantined:
             return
         if self.index is not None and block.block_id in self.index:
             self._cached[block.block_id] = None
+            block.idle_at = self._clock()
             return
-        block.state = BlockState.FREE
+        self._ends(block)
         self._free[block.block_id] = None
+
+    def _use(self, block: KVCacheBlock) -> None:
+        """Somebody owns the block again, if nobody did."""
+        if block.block_id in self._cached:
+            del self._cached[block.block_id]
+            self._uncached(block)
+
+    def _uncached(self, block: KVCacheBlock) -> None:
+        self.idle_times.add(self._clock() - block.idle_at)
+
+    def _ends(self, block: KVCacheBlock) -> None:
+        """The block's content ends."""
+        block.state = BlockState.FREE
+        self.lifetimes.add(self._clock() - block.filled_at)
 
     def _forget(self, block_id: int) -> None:
         """Nobody finds the block any longer."""
@@ -285,5 +337,6 @@ class BlockPool:
         while self._cached:
             block_id, _ = self._cached.popitem(last=False)
             self._forget(block_id)
+            self._uncached(self.blocks[block_id])
             self._free_if_unowned(self.blocks[block_id])
         return count

@@ -71,12 +71,18 @@ class KVCacheManager:
 
     Attributes:
         num_copies: blocks copied because a sequence wrote where others read.
+        queried_tokens: tokens whose KV was looked for by those that began.
+        hit_tokens_local, hit_tokens_moved: those found in the pool, in blocks that were computed
+            here (or copied back from the host tier), and in blocks that a peer's came into.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
         self.block_size = block_size
         self.num_copies = 0
+        self.queried_tokens = 0
+        self.hit_tokens_local = 0
+        self.hit_tokens_moved = 0
 
     def find_prefix(
         self, hashes: HashChain, token_ids: Sequence[int], num_tokens: int | None = None
@@ -116,11 +122,17 @@ class KVCacheManager:
         kept = prefix.block_ids[:-1]
         return Prefix(kept, len(kept) * self.block_size)
 
-    def adopt(self, table: BlockTable, prefix: Prefix) -> None:
-        """Begin an empty table with a prefix, which it shares."""
+    def adopt(self, table: BlockTable, prefix: Prefix, num_queried: int = 0) -> None:
+        """Begin an empty table with a prefix, found of ``num_queried`` tokens, which it shares."""
         assert not table.block_ids, "only an empty table can begin with a prefix"
-        for block_id in prefix.block_ids:
+        self.queried_tokens += num_queried
+        for place, block_id in enumerate(prefix.block_ids):
             self.pool.share(block_id)
+            found = min(self.block_size, prefix.num_tokens - place * self.block_size)
+            if self.pool.blocks[block_id].moved:
+                self.hit_tokens_moved += found
+            else:
+                self.hit_tokens_local += found
         table.block_ids = list(prefix.block_ids)
         table.num_sealed = len(prefix.block_ids)
 

@@ -467,7 +467,7 @@ class Kernels(_message.Message):
     def __init__(self, implementation: _Optional[str] = ..., isa: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "heartbeat_age_s", "num_running", "num_waiting", "num_swapped", "queued_tokens", "kv", "prefill_tokens_per_s", "decode_step_s", "peers", "num_restarts")
+    __slots__ = ("worker", "heartbeat_age_s", "num_running", "num_waiting", "num_swapped", "queued_tokens", "kv", "prefill_tokens_per_s", "decode_step_s", "peers", "num_restarts", "cache")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -479,6 +479,7 @@ class WorkerStatus(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     worker: Worker
     heartbeat_age_s: float
     num_running: int
@@ -490,7 +491,36 @@ class WorkerStatus(_message.Message):
     decode_step_s: float
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     num_restarts: int
-    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., heartbeat_age_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv: _Optional[_Union[KVUsage, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., num_restarts: _Optional[int] = ...) -> None: ...
+    cache: CacheCounters
+    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., heartbeat_age_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_swapped: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv: _Optional[_Union[KVUsage, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., num_restarts: _Optional[int] = ..., cache: _Optional[_Union[CacheCounters, _Mapping]] = ...) -> None: ...
+
+class CacheCounters(_message.Message):
+    __slots__ = ("queried_tokens", "hit_tokens_local", "hit_tokens_moved", "hit_tokens_host", "num_evictions", "num_cow_copies", "preemptions_recompute", "preemptions_offload", "recomputed_tokens_preemption", "recomputed_tokens_recovery", "mean_block_lifetime_s", "mean_block_idle_s")
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_HOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COW_COPIES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_OFFLOAD_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    MEAN_BLOCK_LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_BLOCK_IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    queried_tokens: int
+    hit_tokens_local: int
+    hit_tokens_moved: int
+    hit_tokens_host: int
+    num_evictions: int
+    num_cow_copies: int
+    preemptions_recompute: int
+    preemptions_offload: int
+    recomputed_tokens_preemption: int
+    recomputed_tokens_recovery: int
+    mean_block_lifetime_s: float
+    mean_block_idle_s: float
+    def __init__(self, queried_tokens: _Optional[int] = ..., hit_tokens_local: _Optional[int] = ..., hit_tokens_moved: _Optional[int] = ..., hit_tokens_host: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_cow_copies: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., preemptions_offload: _Optional[int] = ..., recomputed_tokens_preemption: _Optional[int] = ..., recomputed_tokens_recovery: _Optional[int] = ..., mean_block_lifetime_s: _Optional[float] = ..., mean_block_idle_s: _Optional[float] = ...) -> None: ...
 
 class KVUsage(_message.Message):
     __slots__ = ("num_total", "num_free", "num_cached", "usage", "block_size")

@@ -159,6 +159,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
             pool_size.num_blocks,
             memory.raise_generation,
             PrefixIndex() if settings.prefix_caching else None,
+            time.monotonic,
         ),
         layout.block_size,
         model_id,

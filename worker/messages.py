@@ -30,6 +30,7 @@ from kvferry.worker.reports import (
     AuditReport,
     AuditRequest,
     BlockReport,
+    CacheCounters,
     LoadReport,
     Member,
     Membership,
@@ -348,7 +349,7 @@ class Envelope:
 # fmt: off
 __all__ = [
     "Acknowledge", "Announce", "AnnouncedBlock", "AuditReport", "AuditRequest", "BlockReport",
-    "Body", "CancelLeg", "DecodeStats", "Envelope", "FailureCause", "HandOff",
+    "Body", "CacheCounters", "CancelLeg", "DecodeStats", "Envelope", "FailureCause", "HandOff",
     "HandOffRecord", "HeldItem", "HeldList",
     "KVEvents", "KVSnapshot", "KVSnapshotRequest", "LeaseEnded", "Leg", "LegFailed", "LegState",
     "LoadReport", "Member", "Membership", "NodeRef", "OwnerReport", "PeerState",

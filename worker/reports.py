@@ -63,6 +63,37 @@ class PeerState:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCounters:
+    """What the paged cache has done since the worker started.
+
+    Attributes:
+        queried_tokens: tokens whose KV was looked for by requests that began.
+        hit_tokens_local, hit_tokens_moved, hit_tokens_host: those found in blocks that were
+            computed here, in blocks that came from a peer, and in the host tier.
+        num_evictions: cached blocks taken for something else.
+        num_cow_copies: blocks copied because a sequence wrote where others read.
+        preemptions_recompute, preemptions_offload: by what became of the victim's KV.
+        recomputed_tokens_preemption, recomputed_tokens_recovery: positions computed again because
+            of a preemption here, or of a worker's death elsewhere.
+        mean_block_lifetime_s, mean_block_idle_s: from a block's allocation to the end of its
+            content, and cached without an owner; None before the first.
+    """
+
+    queried_tokens: int = 0
+    hit_tokens_local: int = 0
+    hit_tokens_moved: int = 0
+    hit_tokens_host: int = 0
+    num_evictions: int = 0
+    num_cow_copies: int = 0
+    preemptions_recompute: int = 0
+    preemptions_offload: int = 0
+    recomputed_tokens_preemption: int = 0
+    recomputed_tokens_recovery: int = 0
+    mean_block_lifetime_s: float | None = None
+    mean_block_idle_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a worker holds, for placement and status. Free blocks are those that can be taken,
     cached ones among them; swapped sequences are not among the waiting ones. ``match_unit`` is the
@@ -82,6 +113,7 @@ class LoadReport:
     stale_refused: int = 0
     num_kv_events: int = 0
     match_unit: int = 0
+    cache: CacheCounters = CacheCounters()
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     peers: tuple[PeerState, ...] = ()

@@ -30,6 +30,9 @@ _WORDS = frozenset({"seed", "digest", "generation"})
 _SIGNED = frozenset({"priority"})
 _LARGE = frozenset(
     {"epoch", "router_epoch", "version", "membership_version", "query_id", "number", "attempt"}
+    | {"queried_tokens", "hit_tokens_local", "hit_tokens_moved", "hit_tokens_host"}
+    | {"recomputed_tokens_preemption", "recomputed_tokens_recovery"}
+    | {"num_evictions", "num_cow_copies", "preemptions_recompute", "preemptions_offload"}
     | {"num_kv_events", "first", "next_event"}
     | {"bytes_moved", "block_bytes", "queued_tokens", "num_preemptions", "stale_refused"}
 )

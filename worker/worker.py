@@ -22,6 +22,7 @@ from kvferry.kv_cache.audit import Owner, PoolAudit, audit, audit_host, index_ow
 from kvferry.kv_transfer.connector import IncompatiblePeer, KVConnector, Peer, TransferFailed
 from kvferry.worker import messages as m
 from kvferry.worker.channel import Channels
+from kvferry.worker.counting import cache_counters
 from kvferry.worker.messages import Body, Envelope, LoadReport, Member, NodeRef, PeerState, Role
 from kvferry.worker.reads import Reads
 
@@ -246,6 +247,7 @@ class Worker:
             num_preemptions=scheduler.num_preemptions,
             num_kv_events=index.num_events if index is not None else 0,
             match_unit=self.engine.match_unit if index is not None else 0,
+            cache=cache_counters(self.engine),
             stale_refused=self.channels.refused.total(),
             peers=tuple(self._peer_states()),
         )

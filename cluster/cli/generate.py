@@ -40,6 +40,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=json_objects,
         help="a JSON file with a list of tools for the model's chat template; implies --chat",
     )
+    parser.add_argument(
+        "--cache-salt",
+        metavar="TEXT",
+        help="share cached KV only with requests of this salt (default: none)",
+    )
+    parser.add_argument(
+        "--priority",
+        metavar="N",
+        type=int,
+        help="lower comes earlier, if the server serves by priority (default: 0)",
+    )
     add_sampling(parser)
     add_endpoint(parser)
     add_json(parser)
@@ -50,6 +61,10 @@ def run(args: argparse.Namespace) -> Result:
     """Stream the text to standard output, or collect it for the document."""
     options = sampling_options(args)
     options["echo_prompt_token_ids"] = args.json
+    if args.cache_salt is not None:
+        options["cache_salt"] = args.cache_salt
+    if args.priority is not None:
+        options["priority"] = args.priority
     options.update(_conversation(args))
     transcript = Transcript(time.monotonic())
     one = options.get("n", 1) == 1

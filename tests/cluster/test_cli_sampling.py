@@ -121,3 +121,10 @@ def test_people_see_logprobs_beside_the_text(
     assert printed.out == "x\n"
     assert "7   -0.250  7 -0.250  9 -1.500" in printed.err
     assert "prompt" in printed.err and "output" in printed.err
+
+
+def test_salt_and_priority_are_sent_where_they_were_given(server: FakeServer) -> None:
+    assert main(["generate", "hi", "--cache-salt", "tenant", "--priority", "-3"]) == 0
+    assert (server.requests[-1].cache_salt, server.requests[-1].priority) == ("tenant", -3)
+    assert main(["generate", "hi"]) == 0
+    assert (server.requests[-1].cache_salt, server.requests[-1].priority) == ("", 0)

@@ -199,6 +199,7 @@ LOAD = m.LoadReport(
     stale_refused=5,
     prefill_tokens_per_s=100.0,
     decode_step_s=0.5,
+    cache=m.CacheCounters(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25),
     peers=(
         m.PeerState(PEER, "local", True, reason="same host"),
         m.PeerState(PEER, "local", False, "why"),
@@ -225,6 +226,7 @@ def test_a_live_worker_s_status_is_whole() -> None:
     assert status.num_swapped == 4
     assert (status.kv.num_total, status.kv.num_free, status.kv.usage) == (8, 6, 0.25)
     assert status.kv.block_size == 4
+    assert (status.cache.hit_tokens_moved, status.cache.mean_block_idle_s) == (3, 0.25)
     assert [peer.state for peer in status.peers] == ["connected", "failed: why"]
     assert (status.worker.role, status.worker.state) == ("decode", "ready")
 

@@ -96,7 +96,7 @@ class RealCluster(SimCluster):
                 self.scheduler.max_num_seqs,
             )
         )
-        pool = BlockPool(num_blocks, memory.raise_generation, self.index())
+        pool = BlockPool(num_blocks, memory.raise_generation, self.index(), self.clock)
         engine = Engine(
             self.scheduler,
             runner,

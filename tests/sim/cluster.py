@@ -165,7 +165,7 @@ class SimCluster:
             match_unit=self.match_unit,
         )
         runner = StubRunner(memory.blocks, block_size)
-        pool = BlockPool(num_blocks, memory.raise_generation, self.index())
+        pool = BlockPool(num_blocks, memory.raise_generation, self.index(), self.clock)
         engine = Engine(
             self.scheduler, runner, pool, block_size, MODEL, self.clock, self.match_unit
         )

@@ -14,7 +14,7 @@ from tests.system.processes import Served
 
 # Chunks of 32 tokens, so that prompts of a hundred tokens take several.
 CONFIG = """
-model: {max_model_len: 512}
+model: {max_model_len: 576}
 cache: {num_blocks: 192}
 scheduler: {max_num_batched_tokens: 64, chunk_tokens: 32}
 """

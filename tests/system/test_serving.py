@@ -281,7 +281,7 @@ def test_unsupported_fields_are_refused_by_name(client: Client) -> None:
 def test_wrong_requests_get_typed_errors_that_name_the_values(client: Client) -> None:
     too_long = refusal(client, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1000] * 600)))
     assert type(too_long) is PromptTooLong
-    assert "600" in str(too_long) and "512" in str(too_long)
+    assert "600" in str(too_long) and "576" in str(too_long)
     unknown = refusal(client, pb.GenerateRequest(text="x", model="gpt-17"))
     assert type(unknown) is UnknownModel
     assert "gpt-17" in str(unknown) and "smollm2-135m-instruct" in str(unknown)
@@ -341,7 +341,7 @@ def test_status_names_the_processes_that_serve(served: Served, client: Client) -
     assert [(peer.worker_id, peer.state) for peer in decode.peers] == [("prefill-0", "connected")]
     assert decode.decode_step_s > 0
     model = status.model
-    assert (model.name, model.max_model_len) == ("smollm2-135m-instruct", 512)
+    assert (model.name, model.max_model_len) == ("smollm2-135m-instruct", 576)
     assert model.block_bytes == (
         model.block_size * model.num_layers * model.num_kv_heads * model.head_dim * 2 * 4
     )
