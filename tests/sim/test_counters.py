@@ -66,7 +66,7 @@ def test_preemptions_and_what_is_computed_again_are_counted_by_reason() -> None:
     assert sum(c.recomputed_tokens_preemption for c in counts) > 0
     assert all(c.preemptions_offload == 0 == c.recomputed_tokens_recovery for c in counts)
     assert cluster.router is not None
-    cluster.submit(stub_spec("r", range(60, 73), 30))
+    cluster.submit(stub_spec("r", range(60, 73), 20))
     listener = cluster.listeners["r"]
     assert cluster.run(20, lambda: len(listener.tokens) >= 9)
     placed = cluster.router.requests[cluster.specs["r"].request_id].decode
