@@ -81,6 +81,13 @@ class Pull:
         self.verified_until = position
         self.blocks_reused = num_blocks
 
+    def share(self, start: int, num_tokens: int) -> None:
+        """A block has come for another request, and is this one's too."""
+        self.here.add(start, start + num_tokens)
+        self.verified_until = self.here.leading
+        self.blocks_reused += 1
+        self.unacknowledged = True
+
     def hand_off_received(self, now: float) -> None:
         """Note how far the pull had come when the last chunk was done."""
         self.hand_off_at = now
@@ -90,12 +97,18 @@ class Pull:
         """Whether a read of the block at ``start`` is running."""
         return any(start in read.starts for read in self.reading.values())
 
+    def is_reading_any(self, start: int, end: int) -> bool:
+        """Whether a read of any of these positions is running."""
+        running = (at for read in self.reading.values() for at in read.starts)
+        return any(at < end and start < at + self.announced[at].num_tokens for at in running)
+
     def measured(self) -> tuple[object, ...]:
         """All that ``stats`` is made of, cheaper to compare."""
         return (
             self.connector,
             len(self.verified),
             self.bytes_moved,
+            self.blocks_reused,
             self.reads_failed,
             self.blocks_before_last_chunk,
             self.first_read_at,

@@ -7,6 +7,9 @@ Blocks are announced, read and verified as the source has cut them. What of thei
 here yet goes to the slots of own blocks that hold these positions; an own block is sealed when all
 its positions are here.
 
+What has come for another request meanwhile is shared instead of read, and what is being read for
+one is waited for (``decode_worker.arrivals``).
+
 A corrupt or failed block is read again, ``MAX_READS`` times in all; a stale one is not, for its
 source has moved on. Nothing unverified is ever sealed.
 """
@@ -15,7 +18,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvferry.decode_worker.arrivals import Arrivals
 from kvferry.decode_worker.leg import DecodeLeg, Reading
+from kvferry.kv_cache.hashing import BlockHash
 from kvferry.kv_transfer.connector import (
     BlockResult,
     Move,
@@ -51,6 +56,7 @@ class Puller:
         self._pool = worker.engine.pool
         self._listener = listener
         self._used: dict[str, Peer] = {}
+        self._arrivals = Arrivals()
         self.blocks_moved = 0
         self.bytes_moved = 0
         self.reads_failed = 0
@@ -92,10 +98,13 @@ class Puller:
         peer = self._worker.peers.get(pull.source) if pull.source is not None else None
         if peer is None or leg.table is None or leg.state is not LegState.RESERVED:
             return  # the connection is tried again; the announcement will be repeated
+        self._share_what_has_come(leg)
         wanted = [
             block
             for start, block in sorted(pull.announced.items())
-            if pull.here.missing(start, start + block.num_tokens) and not pull.is_reading(start)
+            if pull.here.missing(start, start + block.num_tokens)
+            and not pull.is_reading(start)
+            and not self._comes_for_another(leg, block)
         ]
         if not wanted:
             return
@@ -114,6 +123,8 @@ class Puller:
             self._worker.lose_connection(peer)
             return  # the connection is tried again
         pull.reading[read_id] = Reading({block.start for block in wanted}, now)
+        for block in wanted:
+            self._arrivals.begin(block_hash(block), leg)
         pull.connector = peer.connector
         if self._used.get(peer.info.worker_id) is not peer:
             self._used[peer.info.worker_id] = peer
@@ -128,6 +139,7 @@ class Puller:
         for read_id, _ in late:
             self._worker.reads.cancel(read_id)
             del leg.pull.reading[read_id]
+            self._arrivals.end_all(leg)
         for start in sorted(start for _, read in late for start in read.starts):
             if not self._failed(leg, start, ReadStatus.FAILED):
                 return  # the leg is over, and holds no blocks to read into
@@ -139,12 +151,38 @@ class Puller:
         for read_id in list(leg.pull.reading):
             self._worker.reads.cancel(read_id)
         leg.pull.reading.clear()
+        self._arrivals.end_all(leg)
 
     def acknowledge(self, leg: DecodeLeg) -> None:
         """Tell the source what is verified (cumulative)."""
         leg.pull.unacknowledged = False
         if leg.pull.source is not None:
             self._worker.send(leg.pull.source, acknowledgement(leg))
+
+    def _share_what_has_come(self, leg: DecodeLeg) -> None:
+        """Put blocks that can be found by now in the place of reserved ones that wait for them."""
+        assert leg.table is not None
+        if self._pool.index is None or leg.request.spec.sampling.prompt_logprobs is not None:
+            return
+        size, prompt = self._worker.engine.block_size, leg.request.spec.kv_prompt()
+        for index in range(leg.pull.verified_until // size, len(prompt) // size):
+            start, end = index * size, (index + 1) * size
+            if leg.pull.here.missing(start, end) != [(start, end)]:
+                continue
+            entry = self._pool.index.find(leg.hashes.value_at(end, prompt))
+            if entry is None or entry.num_tokens < size or leg.pull.is_reading_any(start, end):
+                continue
+            self._pool.share(entry.block_id)
+            block_ids = list(leg.table.block_ids)
+            self._pool.release([block_ids[index]])
+            block_ids[index] = entry.block_id
+            leg.table.block_ids = block_ids
+            leg.pull.share(start, size)
+
+    def _comes_for_another(self, leg: DecodeLeg, block: AnnouncedBlock) -> bool:
+        whole = block.num_tokens % self._worker.engine.block_size == 0
+        can_be_found = self._pool.index is not None and whole
+        return can_be_found and self._arrivals.is_read_for_another(block_hash(block), leg)
 
     def _begin_source(self, leg: DecodeLeg, source: NodeRef) -> None:
         """From now on the blocks are this source's, cut as it cuts them: none of another's is under
@@ -207,7 +245,9 @@ class Puller:
             pull.unacknowledged = True
             self.blocks_moved += 1
             self.bytes_moved += result.num_bytes
+            self._arrivals.end(block_hash(block), leg)
             return
+        self._arrivals.end(block_hash(block), leg)
         self._failed(leg, block.start, result.status)
 
     def _move(self, leg: DecodeLeg, block: AnnouncedBlock, source_size: int) -> Move:
@@ -261,6 +301,11 @@ class Puller:
             return False
         pull.unacknowledged = True
         return True
+
+
+def block_hash(block: AnnouncedBlock) -> BlockHash:
+    """The chain value at the end of an announced block."""
+    return BlockHash(block.block_hash)
 
 
 def acknowledgement(leg: DecodeLeg) -> m.Acknowledge:
