@@ -15,7 +15,7 @@ import torch
 from kvferry.cluster.bench.attention import attention_case
 from kvferry.cluster.bench.families import Family, families
 from kvferry.cluster.bench.layers import small_cases
-from kvferry.cluster.bench.machine import gemm_rate, read_bandwidth, threads
+from kvferry.cluster.bench.machine import Memory, gemm_rate, read_bandwidth, threads
 from kvferry.cluster.bench.rows import Case, Shape, measure
 from kvferry.cluster.reports.common import Json
 
@@ -62,9 +62,10 @@ def bench_kernels(sizes: Sizes, say: Say, found: list[Family] | None = None) -> 
             bandwidth[count] = read_bandwidth(sizes.working_set_bytes, 2 * sizes.budget_s)
             gemm[count] = gemm_rate(sizes.gemm_size, sizes.budget_s)
     rows = []
+    memory = Memory(sizes.working_set_bytes)
     for case in _cases(sizes):
         say(f"{case.kernel} {case.shape.batch} x {case.shape.context or case.shape.query_len}")
-        rows += measure(case, measured, bandwidth, sizes.budget_s)
+        rows += measure(case, measured, counts, memory, sizes.budget_s)
         del case  # and its pool, before the next one is made
     return {
         "bandwidth": {

@@ -62,6 +62,24 @@ def read_bandwidth(working_set_bytes: int, budget_s: float) -> float:
     return numbers.nbytes / min(median(times) for times in found.values())
 
 
+class Memory:
+    """Memory larger than any cache, read in pieces one after the other, for calls in turns."""
+
+    def __init__(self, working_set_bytes: int) -> None:
+        self._numbers = torch.ones(working_set_bytes // 4)
+
+    def reading(self, num_bytes: int) -> tuple[Call, int]:
+        """A call that reads some ``num_bytes``, each time the next piece; and how many it reads."""
+        length = max(1, min(num_bytes // 4, len(self._numbers)))
+        pieces = self._numbers[: len(self._numbers) // length * length].view(-1, length)
+
+        def read(turn: int) -> object:
+            piece = pieces[turn % len(pieces)]
+            return torch.dot(piece, piece)
+
+        return read, 4 * length
+
+
 def gemm_rate(size: int, budget_s: float) -> float:
     """FLOP per second of a float32 product ``[512, size] x [size, size]``."""
     x, weight = torch.ones(GEMM_ROWS, size), torch.ones(size, size)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from kvferry.cluster.bench.families import Family
-from kvferry.cluster.bench.machine import Call, threads, timed
+from kvferry.cluster.bench.machine import Call, Memory, threads, timed
 from kvferry.cluster.reports.common import Json, dist
+
+LEAST_READ = 4 << 20
+"""Bytes of a reading of memory: what is shorter says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +59,20 @@ class Case:
 def measure(
     case: Case,
     families: list[Family],
-    bandwidth: Mapping[int, float],
+    counts: Iterable[int],
+    memory: Memory,
     budget_s: float,
 ) -> list[Json]:
-    """A row per family and number of threads (the keys of ``bandwidth``)."""
+    """A row per number of threads and family; ``memory`` is read in the same turns."""
     rows = []
-    for count, bytes_per_s in bandwidth.items():
+    read, read_bytes = memory.reading(max(case.num_bytes, LEAST_READ))
+    for count in counts:
         calls = {f"{family.name} kernel": case.call(family) for family in families}
         with threads(count), torch.inference_mode():
-            times = timed({**calls, **case.baselines}, budget_s)
+            times = timed({**calls, **case.baselines, "memory": read}, budget_s)
             errors = [case.error(family) for family in families]
         baselines = [{"name": name, "time_s": median(times[name])} for name in case.baselines]
+        bytes_per_s = read_bytes / median(times["memory"])
         best = min(baselines, key=lambda baseline: float(str(baseline["time_s"])))
         for family, error in zip(families, errors, strict=True):
             own = times[f"{family.name} kernel"]
