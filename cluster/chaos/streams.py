@@ -7,6 +7,7 @@ is pure; ``follow`` and ``insist`` drive it from a gRPC channel.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,9 +97,13 @@ class StreamRecord:
 
 
 async def follow(channel: grpc.aio.Channel, prompt: Prompt, record: StreamRecord) -> None:
-    """Send ``prompt`` and record its stream to its end, however that comes."""
+    """Send ``prompt`` and record its stream to its end, however that comes.
+
+    Under a salt of its own: it finds nothing in the pools, so that it is computed and moved.
+    """
     stub = cast("InferenceAsyncStub", InferenceStub(channel))
     request = build_request(prompt.text, cast(GenerateOptions, prompt.options))
+    request.cache_salt = secrets.token_hex(8)
     call = stub.Generate(request, timeout=STREAM_TIMEOUT_S)
     try:
         async for response in call:
