@@ -178,7 +178,17 @@ def test_tokens_equal_the_reference_under_preemption_in_a_small_decode_pool(
     cluster.close()
 
 
-@pytest.mark.parametrize("kept", ["both", "prefill", "decode", "neither"])
+@pytest.mark.parametrize(
+    ("model_of_family", "kept"),
+    [
+        ("cpu", "both"),
+        ("cpu", "prefill"),
+        ("cpu", "decode"),
+        ("cpu", "neither"),
+        ("reference", "both"),
+    ],
+    indirect=["model_of_family"],
+)
 def test_tokens_equal_the_reference_with_the_prompt_cached(
     model_of_family: LlamaModel,
     prompts: dict[str, list[int]],
