@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,15 +26,6 @@ NUM_TOKENS = 12
 SIZES = (1, 4, 8, 16, 32, 64, 128)
 # name: (first token of the passage, length); chunks of 32 tokens
 PROMPTS = {"one token": (2, 1), "33 tokens": (0, 33), "90 tokens": (27, 90)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two spinning OpenMP threads on two busy cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

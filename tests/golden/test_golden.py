@@ -6,13 +6,11 @@ suite. Ours goes through scheduler, paged pool, shared memory and hand-off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import load_model
@@ -42,15 +40,6 @@ PROMPTS = {
     "three chunks": ("passage", 27, 90),
     "700 tokens": ("list", 300, 700),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two spinning OpenMP threads on two busy cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import load_model
@@ -32,14 +30,6 @@ pytestmark = pytest.mark.model
 
 NUM_TOKENS = 20
 PROMPTS = {"block": (27, 16), "block + 1": (27, 17), "chunk + 1": (0, 33)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
