@@ -42,6 +42,9 @@ class Sampling(TypedDict, total=False):
     skip_special_tokens: bool
     logprobs: int
     prompt_logprobs: int
+    num_beams: int
+    length_penalty: float
+    early_stopping: str
 
 
 class GenerateOptions(Sampling, ChatOptions, total=False):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvferry.cluster.errors import Internal
 from kvferry.cluster.routed_request import FAILED, RequestEnd, RoutedBranch, RoutedRequest
 from kvferry.cluster.token_run import TokenRun
+from kvferry.engine.beam_search import searches_beams
 from kvferry.engine.request import FinishReason
 from kvferry.engine.stopping import Finish
 from kvferry.worker import messages as m
@@ -42,6 +43,8 @@ class Delivery:
         if len(done.token_ids) != spec.num_branches:
             logger.warning("request %s: tokens for other branches", request.request_id)
             return
+        if searches_beams(spec):
+            return  # its first token is not known before its last
         request.first_tokens_here = True
         for place, token_id in enumerate(done.token_ids):
             branch = request.branch(spec.branches[place])

@@ -10,7 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from kvferry.engine.request import MAX_BRANCHES, InvalidRequest, SamplingParams, TokenBias
+from kvferry.engine.request import (
+    MAX_BEAMS,
+    MAX_BRANCHES,
+    EarlyStopping,
+    InvalidRequest,
+    SamplingParams,
+    TokenBias,
+)
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
 
@@ -20,9 +27,21 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_BEAM_STOP_TOKEN_IDS = 64
 INT32_MAX = 2**31 - 1
 
 _DEFAULT = SamplingParams()
+_BEAMS_TAKE_ONLY = {
+    "n": 1,
+    "min_tokens": 0,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class SamplingFields:
@@ -43,14 +62,18 @@ class SamplingFields:
 
     def read(self, sampling: pb.SamplingParams) -> tuple[SamplingParams, int]:
         """The parameters of each branch and the number of branches, or InvalidRequest."""
-        return self._parameters(sampling), _integer(sampling, "n", 1, 1, MAX_BRANCHES)
+        num_beams = _integer(sampling, "num_beams", _DEFAULT.num_beams, 1, MAX_BEAMS)
+        _check_beams(sampling, num_beams)
+        parameters = self._parameters(sampling, num_beams)
+        return parameters, _integer(sampling, "n", 1, 1, MAX_BRANCHES)
 
-    def _parameters(self, sampling: pb.SamplingParams) -> SamplingParams:
+    def _parameters(self, sampling: pb.SamplingParams, num_beams: int) -> SamplingParams:
+        default_temperature = _DEFAULT.temperature if num_beams == 1 else 0.0
         max_tokens = _integer(sampling, "max_tokens", _DEFAULT.max_tokens, 1, INT32_MAX)
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=_integer(sampling, "min_tokens", _DEFAULT.min_tokens, 0, max_tokens),
-            temperature=_number(sampling, "temperature", _DEFAULT.temperature, 0.0, 100.0),
+            temperature=_number(sampling, "temperature", default_temperature, 0.0, 100.0),
             top_k=_integer(sampling, "top_k", _DEFAULT.top_k, 0, INT32_MAX),
             top_p=_number(sampling, "top_p", _DEFAULT.top_p, 0.0, 1.0, above=True),
             min_p=_number(sampling, "min_p", _DEFAULT.min_p, 0.0, 1.0),
@@ -75,6 +98,11 @@ class SamplingFields:
             ),
             logprobs=_count(sampling, "logprobs"),
             prompt_logprobs=_count(sampling, "prompt_logprobs"),
+            num_beams=num_beams,
+            length_penalty=_number(
+                sampling, "length_penalty", _DEFAULT.length_penalty, -10.0, 10.0
+            ),
+            early_stopping=_early_stopping(sampling),
         )
 
     def _stop_ids(self, ids: list[int]) -> tuple[int, ...]:
@@ -117,6 +145,45 @@ class SamplingFields:
     def _check_id(self, name: str, token_id: int) -> None:
         if not 0 <= token_id < self._vocab_size:
             raise InvalidRequest(f"{name}: got {token_id}, wanted 0 to {self._vocab_size - 1}")
+
+
+def _check_beams(sampling: pb.SamplingParams, num_beams: int) -> None:
+    """A beam search takes what it can keep to; nothing is ignored."""
+    if num_beams == 1:
+        for name in ("length_penalty", "early_stopping"):
+            if sampling.HasField(name):
+                raise InvalidRequest(f"{name}: given without num_beams, wanted num_beams above 1")
+        return
+    for name, neutral in _BEAMS_TAKE_ONLY.items():
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and value != neutral:
+            raise InvalidRequest(
+                f"{name}: got {value}, but with num_beams {num_beams} the likeliest output is "
+                f"searched; wanted {neutral}, or leave it out"
+            )
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling.HasField(name):
+            raise InvalidRequest(f"{name}: not given with num_beams {num_beams}; leave it out")
+    for name in ("logit_bias", "bad_words"):
+        if getattr(sampling, name):
+            raise InvalidRequest(f"{name}: not taken with num_beams {num_beams}; leave it out")
+    if len(set(sampling.stop_token_ids)) > MAX_BEAM_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids: {len(set(sampling.stop_token_ids))} ids, wanted at most "
+            f"{MAX_BEAM_STOP_TOKEN_IDS} with num_beams {num_beams}"
+        )
+
+
+def _early_stopping(sampling: pb.SamplingParams) -> EarlyStopping:
+    if not sampling.HasField("early_stopping"):
+        return _DEFAULT.early_stopping
+    try:
+        return EarlyStopping(sampling.early_stopping)
+    except ValueError:
+        wanted = ", ".join(EarlyStopping)
+        raise InvalidRequest(
+            f"early_stopping: got {sampling.early_stopping[:20]!r}, wanted one of {wanted}"
+        ) from None
 
 
 def _count(sampling: pb.SamplingParams, name: str) -> int | None:

@@ -8,7 +8,9 @@ computes it and samples every branch's first token, and all begin as forks of it
 
 from __future__ import annotations
 
+from kvferry.decode_worker.beams import BeamGroup
 from kvferry.decode_worker.leg import DecodeLeg, LegBranch
+from kvferry.engine.beam_search import searches_beams
 from kvferry.engine.engine import Engine
 from kvferry.engine.request import RequestSpec
 from kvferry.engine.sequence import SequenceOwner, SequenceState
@@ -24,6 +26,9 @@ def num_tails(spec: RequestSpec, block_size: int, *, computes: bool) -> int:
 
 def begin_computing(engine: Engine, leg: DecodeLeg, owner: SequenceOwner, computed: int) -> None:
     """Begin to compute the prompt, of which ``computed`` positions are in the leg's table."""
+    if searches_beams(leg.request.spec):
+        begin_search(engine, leg, owner, computed)
+        return
     several = len(leg.branches) > 1
     sequence = engine.new_sequence(
         leg.request.spec,
@@ -40,6 +45,27 @@ def begin_computing(engine: Engine, leg: DecodeLeg, owner: SequenceOwner, comput
         leg.stem = sequence
     else:
         leg.branches[0].sequence = sequence
+
+
+def begin_search(
+    engine: Engine, leg: DecodeLeg, owner: SequenceOwner, computed: int
+) -> SequenceState:
+    """Begin a beam search with the leg's table, which holds ``computed`` positions: its root."""
+    spec, attempt = leg.request.spec, leg.request.attempt
+    root = engine.new_sequence(
+        spec,
+        attempt,
+        owner,
+        table=leg.table,
+        hashes=leg.hashes,
+        num_computed_tokens=computed,
+        num_cached_tokens=computed if leg.computes else 0,
+        copies=leg.copies,
+        beam=0,
+    )
+    leg.beams = BeamGroup(engine, spec, attempt, owner, root)
+    leg.table = None
+    return root
 
 
 def begin_decoding(

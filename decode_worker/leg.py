@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.decode_worker.beams import BeamGroup
 from kvferry.decode_worker.positions import Positions
 from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.beam_search import Beam, searches_beams
 from kvferry.engine.ranking import rank
 from kvferry.engine.sequence import SequenceState
 from kvferry.engine.stopping import Finish, finish_after
@@ -25,6 +27,8 @@ from kvferry.worker.messages import (
     AnnouncedBlock,
     DecodeStats,
     HandOff,
+    HeldItem,
+    Leg,
     LegState,
     NodeRef,
     PrefillStats,
@@ -182,6 +186,7 @@ class DecodeLeg:
         table: the prompt's blocks, until they pass to the sequences.
         tails: blocks for the branches' own copies of the prompt's last, partial block.
         stem: what computes the prompt here for several branches.
+        beams: what computes the output, where it is searched.
         last_event_seq: number of the message that carried the last report.
         ready_at: when every block was verified and the hand-off there.
         told: what the stats were made of when they were last reported.
@@ -201,6 +206,7 @@ class DecodeLeg:
     hand_off: HandOff | None = None
     branches: tuple[LegBranch, ...] = ()
     stem: SequenceState | None = None
+    beams: BeamGroup | None = None
     last_event_seq: int = 0
     ready_at: float | None = None
     decode_wait_s: float | None = None
@@ -226,7 +232,15 @@ class DecodeLeg:
     def sequences(self) -> list[SequenceState]:
         """All that computes or has computed for it."""
         found = [branch.sequence for branch in self.branches if branch.sequence is not None]
+        if self.beams is not None:
+            return self.beams.sequences
         return found if self.stem is None else [self.stem, *found]
+
+    def computing(self, branch: LegBranch) -> list[SequenceState]:
+        """What computes for one branch alone."""
+        if self.beams is not None:
+            return self.beams.sequences
+        return [branch.sequence] if branch.sequence is not None else []
 
     @property
     def held_ids(self) -> list[int]:
@@ -246,6 +260,14 @@ class DecodeLeg:
         """Positions whose KV must be here before decode can begin."""
         return len(self.request.spec.kv_prompt())
 
+    def misfit(self, hand_off: HandOff) -> str:
+        """Why this leg cannot begin with a hand-off; empty if it can."""
+        if len(hand_off.token_ids) != len(self.branches):
+            return f"hand-off for {len(hand_off.token_ids)} branches of {len(self.branches)}"
+        if searches_beams(self.request.spec) and not hand_off.logprobs:
+            return "hand-off without the likeliest tokens for a beam search"
+        return ""
+
     def take_first(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> list[LegBranch]:
@@ -259,6 +281,14 @@ class DecodeLeg:
             if len(self.branches) > 1:  # of a single one the router ends the request
                 branch.finish = finish_after(spec, index, token_id)
         return [branch for branch in self.branches if not branch.is_over]
+
+    def conclude(self, best: Beam) -> None:
+        """The search is over: the output is known, whole."""
+        (branch,) = self.branches
+        branch.output = list(best.token_ids)
+        last = len(branch.output) - 1
+        branch.finish = finish_after(self.request.spec, last, branch.output[last])
+        self.note_end()
 
     def rank(self, ageing: float | None) -> float:
         """Its place among those that are FULL; of equal ones the first to come is first."""
@@ -288,6 +318,19 @@ class DecodeLeg:
         elif self.first_step_s is None and self.ready_at is not None:
             self.decode_wait_s = max(0.0, begun - self.ready_at)
             self.first_step_s = now - begun
+
+    def held_item(self) -> HeldItem:
+        """What the router is told that is held for it."""
+        return HeldItem(
+            self.request.spec.request_id,
+            self.request.attempt,
+            Leg.DECODE,
+            self.state,
+            0,
+            sum(branch.reported for branch in self.branches),
+            self.pull.verified_until,
+            self.computes,
+        )
 
     def event(self, branch: LegBranch, from_index: int) -> TokenEvent:
         """A branch's own tokens from an output index on, its finish, and the stats if new."""
@@ -333,10 +376,12 @@ class DecodeLeg:
 
     def _lost(self) -> tuple[int, int]:
         """Preemptions, and prompt positions computed again, of all branches."""
-        sequences = self.sequences
+        losers: list[SequenceState | BeamGroup] = [*self.sequences]
+        if self.beams is not None:
+            losers.append(self.beams)
         return (
-            sum(sequence.num_preemptions for sequence in sequences),
-            sum(sequence.recomputed_prompt_tokens for sequence in sequences),
+            sum(each.num_preemptions for each in losers),
+            sum(each.recomputed_prompt_tokens for each in losers),
         )
 
     def stats(self) -> DecodeStats:

@@ -14,14 +14,17 @@ from dataclasses import replace
 from kvferry.decode_worker.branching import (
     begin_computing,
     begin_decoding,
+    begin_search,
     branch_off,
 )
 from kvferry.decode_worker.leg import DecodeLeg, LegBranch
 from kvferry.decode_worker.puller import Puller, acknowledgement
 from kvferry.decode_worker.reservation import never_fits, reservation, take
+from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.beam_search import searches_beams
 from kvferry.engine.first_tokens import first_tokens
 from kvferry.engine.request import Attempt, RequestId
-from kvferry.engine.sequence import SequenceFailure, SequenceProgress
+from kvferry.engine.sequence import SequenceFailure, SequenceProgress, SequenceState
 from kvferry.kv_cache.audit import Owner, OwnerKind
 from kvferry.worker import messages as m
 from kvferry.worker.messages import (
@@ -201,13 +204,17 @@ class DecodeRole:
         if leg.pull.verified_until < leg.hand_off.num_computed_tokens:
             return
         hand_off = leg.hand_off
-        if len(hand_off.token_ids) != len(leg.branches):
-            problem = f"hand-off for {len(hand_off.token_ids)} branches of {len(leg.branches)}"
+        if problem := leg.misfit(hand_off):
             self._fail_leg(leg, FailureCause.TRANSFER, problem)
             return
         assert leg.table is not None
         leg.ready_at, leg.state = now, LegState.RUNNING
         leg.table.num_sealed = len(leg.table.block_ids)
+        if searches_beams(leg.request.spec):
+            root = begin_search(self._engine, leg, self, leg.num_kv_prompt)
+            self._report(leg, leg.branches[0], 0)  # no token, but its prefill worker may go
+            self._search(leg, root, hand_off.logprobs[0])
+            return
         going_on = leg.take_first(hand_off.token_ids, hand_off.logprobs)
         begin_decoding(self._engine, leg, self, going_on)
         for branch in leg.branches:
@@ -244,12 +251,23 @@ class DecodeRole:
                 self._report(leg, each, each.reported)
             leg.note_end()
             return
+        if leg.beams is not None:
+            self._search(leg, sequence, progress.logprobs)
+            return
         branch = leg.branch(sequence.key.branch)
         assert branch is not None
         branch.take(progress.token_id, progress.logprobs)
         branch.finish = progress.finish
         leg.note_end()
         self._report(leg, branch, branch.reported)
+
+    def _search(self, leg: DecodeLeg, beam: SequenceState, logprobs: TokenLogprobs | None) -> None:
+        """A beam has computed; report the output once the search is over."""
+        assert leg.beams is not None and logprobs is not None
+        best = leg.beams.take(beam, logprobs)
+        if best is not None:
+            leg.conclude(best)
+            self._report(leg, leg.branches[0], 0)
 
     def on_failure(self, failure: SequenceFailure, now: float) -> None:
         """The step gave nothing: the leg fails."""
@@ -306,16 +324,8 @@ class DecodeRole:
             return
         for ref, member in self._worker.members.items():
             if Role.PREFILL in member.roles and ref != self._worker.ref:
-                self._worker.send(
-                    ref,
-                    m.PullList(
-                        tuple(
-                            acknowledgement(leg)
-                            for leg in waiting
-                            if leg.pull.source is None or leg.pull.source == ref
-                        )
-                    ),
-                )
+                mine = [leg for leg in waiting if leg.pull.source in (None, ref)]
+                self._worker.send(ref, m.PullList(tuple(map(acknowledgement, mine))))
 
     def drop_router(self, router: NodeRef) -> None:
         """Release every leg of a dead router."""
@@ -359,8 +369,8 @@ class DecodeRole:
     def _drop_branch(self, leg: DecodeLeg, branch: LegBranch) -> None:
         """One of several branches is wanted no longer."""
         branch.dropped = True
-        if branch.sequence is not None:
-            self._engine.remove(branch.sequence)
+        for sequence in leg.computing(branch):
+            self._engine.remove(sequence)
         if leg.state is LegState.RUNNING:
             leg.note_end()
 
@@ -368,20 +378,7 @@ class DecodeRole:
 
     def held(self, router: NodeRef) -> list[m.HeldItem]:
         """Every leg of a router."""
-        return [
-            m.HeldItem(
-                request_id,
-                attempt,
-                Leg.DECODE,
-                leg.state,
-                0,
-                sum(branch.reported for branch in leg.branches),
-                leg.pull.verified_until,
-                leg.computes,
-            )
-            for (request_id, attempt), leg in self.legs.items()
-            if leg.router == router
-        ]
+        return [leg.held_item() for leg in self.legs.values() if leg.router == router]
 
     def owners(self, now: float) -> Iterator[Owner]:
         """Blocks in the legs' tables."""

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput, SchedulerOutput
+from kvferry.engine.beam_search import beam_sampling, searches_beams
 from kvferry.engine.offload import Offloading
 from kvferry.engine.request import Attempt, RequestSpec
-from kvferry.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from kvferry.engine.scheduled_step import ScheduledStep
+from kvferry.engine.scheduler import Scheduler, SchedulerConfig
 from kvferry.engine.sequence import (
     SequenceFailure,
     SequenceKey,
@@ -79,6 +81,7 @@ class Engine:
         copies: Sequence[tuple[int, int]] = (),
         branches: tuple[int, ...] | None = None,
         prefill_only: bool = False,
+        beam: int | None = None,
     ) -> SequenceState:
         """Make a sequence and hand it to the scheduler.
 
@@ -94,19 +97,24 @@ class Engine:
             copies: block copies to make before its first step.
             branches: whom it samples for; None: all of the request's.
             prefill_only: end when the first token is sampled.
+            beam: its number among the request's beams; None: it chooses its tokens itself.
         """
         prompt = spec.kv_prompt()
         branches = branches if branches is not None else spec.branches
         assert len(branches) == 1 or prefill_only, "one sequence goes on for one branch only"
+        token_ids = [*prompt, *output_token_ids]
         sequence = SequenceState(
-            key=SequenceKey(spec.request_id, attempt, branches[0]),
+            key=SequenceKey(spec.request_id, attempt, branches[0] if beam is None else beam),
             spec=spec,
             owner=owner,
             table=table if table is not None else BlockTable(self.block_size),
             hashes=hashes if hashes is not None else self.hash_chain(spec),
-            token_ids=[*prompt, *output_token_ids],
+            token_ids=token_ids,
+            sampling=beam_sampling(spec) if searches_beams(spec) else spec.sampling,
             branches=branches,
             prefill_only=prefill_only,
+            is_beam=beam is not None,
+            parked=beam is not None and num_computed_tokens == len(token_ids),
             num_kv_prompt=len(prompt),
             num_computed_tokens=num_computed_tokens,
             num_cached_tokens=num_cached_tokens,
@@ -120,7 +128,7 @@ class Engine:
         """A second table with the KV of the first ``num_tokens`` positions of ``table``.
 
         It shares the full blocks; the last, partial one is copied into ``tail``, a block that
-        the caller holds, at once.
+        the caller holds, at once. ``table`` may be that of a parked sequence.
         """
         forked, copies = self.kv.fork(table, num_tokens, tail)
         if copies:
@@ -131,6 +139,10 @@ class Engine:
         """The request's hash chain, rooted in this engine's model and the request's salt."""
         root = root_hash(self._model, spec.cache_salt)
         return HashChain(root, self.block_size, self.match_unit)
+
+    def go_on(self, sequence: SequenceState, token_id: int) -> None:
+        """Continue a parked beam with the token that its owner has chosen."""
+        self.scheduler.go_on(sequence, token_id)
 
     @property
     def has_work(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.engine.batch import BranchToken, TokenLogprobs
+from kvferry.engine.beam_search import searches_beams
 from kvferry.engine.request import RequestSpec
 from kvferry.engine.sequence import SequenceProgress
 from kvferry.engine.stopping import finish_after
@@ -19,7 +20,12 @@ def first_tokens(
 
 
 def goes_on(spec: RequestSpec, token_ids: tuple[int, ...]) -> bool:
-    """Whether any branch has more to come after its token of ``token_ids``."""
+    """Whether any branch has more to come after its token of ``token_ids``.
+
+    What a beam search ends with is not the token that was sampled.
+    """
+    if searches_beams(spec):
+        return True
     return any(
         spec.own_suffix(place) or finish_after(spec, len(spec.suffixes[place]), token_id) is None
         for place, token_id in enumerate(token_ids)

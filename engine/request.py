@@ -16,6 +16,9 @@ RequestId = NewType("RequestId", str)
 MAX_BRANCHES = 64
 """Outputs that one request may ask for."""
 
+MAX_BEAMS = 16
+"""Beams that one request may search."""
+
 
 class Attempt(NamedTuple):
     """Which try of a request: attempts order by (router epoch, number)."""
@@ -41,6 +44,18 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class EarlyStopping(StrEnum):
+    """When a beam search that has as many hypotheses as beams is over.
+
+    TRUE: at once. FALSE: when no beam of the present length is better than the worst of them.
+    NEVER: when no beam of any length could be.
+    """
+
+    TRUE = "true"
+    FALSE = "false"
+    NEVER = "never"
 
 
 class TokenBias(NamedTuple):
@@ -78,6 +93,10 @@ class SamplingParams:
         logprobs: give each output token's log-probability, and those of so many of the likeliest;
             None gives none.
         prompt_logprobs: likewise of the prompt's tokens but the first.
+        num_beams: outputs that are searched side by side for the likeliest; 1 searches none.
+        length_penalty: an output that has ended scores the sum of its log-probabilities, divided by
+            its length to this power.
+        early_stopping: when the search is over: see ``engine.beam_search``.
     """
 
     max_tokens: int = 128
@@ -99,6 +118,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
 
     @property
     def looks_back(self) -> bool:
@@ -148,6 +170,11 @@ class RequestSpec:
     def num_branches(self) -> int:
         """Branches that are to be continued."""
         return len(self.branches)
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Output tokens at most, the model's context considered."""
+        return min(self.sampling.max_tokens, self.max_model_len - len(self.prompt_token_ids))
 
     def kv_prompt(self) -> tuple[int, ...]:
         """Tokens whose KV is computed and moved once, for all branches.

@@ -20,6 +20,9 @@ Each step:
  3. If nothing runs and the first in line does not fit, the last other sequence that waits with
     blocks gives them back; likewise if nothing that runs can go on because its blocks are shared.
 
+A **beam** is parked with each token that it has sampled: it keeps its table, and may be preempted
+like any other, but takes no seat and computes nothing until its owner has chosen its next token.
+
 Rank is order of arrival, or priority with ageing (``engine.ranking``); it never changes.
 
 Pure and deterministic; knows no model, clock, socket or role.
@@ -31,11 +34,12 @@ from bisect import bisect_left, insort
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from kvferry.engine.batch import RunnerOutput, SchedulerOutput
 from kvferry.engine.counters import EngineCounters, count_computed
 from kvferry.engine.offload import Offloading
 from kvferry.engine.prefix_reuse import PrefixReuse
 from kvferry.engine.ranking import rank
+from kvferry.engine.scheduled_step import ScheduledStep, share_of
 from kvferry.engine.sequence import SequenceKey, SequenceProgress, SequenceState, SequenceStatus
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.block_table import KVCacheManager
@@ -54,23 +58,6 @@ class SchedulerConfig:
     chunk_tokens: int = 256
     watermark: float = 0.01
     ageing: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A step as the runner sees it, beside the sequences it is for (same order)."""
-
-    output: SchedulerOutput
-    sequences: tuple[SequenceState, ...]
-
-    def alone(self, index: int) -> ScheduledStep:
-        """The share of one sequence as a step by itself, with the copies into its own blocks.
-
-        These may be made again; those of others would undo what they have written since.
-        """
-        share = self.output.sequences[index]
-        copies = tuple(pair for pair in self.output.copies if pair[1] in share.block_table)
-        return ScheduledStep(SchedulerOutput((share,), copies), (self.sequences[index],))
 
 
 class Scheduler:
@@ -106,7 +93,7 @@ class Scheduler:
         sequence.rank = rank(sequence.spec.priority, sequence.arrived_at, self.config.ageing)
         sequence.max_computed_tokens = sequence.num_computed_tokens
         self.sequences[sequence.key] = sequence
-        if sequence.table.block_ids and len(self.running) < self.config.max_num_seqs:
+        if sequence.table.block_ids and self._num_active < self.config.max_num_seqs:
             sequence.status = SequenceStatus.RUNNING
             insort(self.running, sequence, key=_rank)
         else:
@@ -125,6 +112,12 @@ class Scheduler:
         self._kv.free(sequence.table)
         if self._offloading is not None:
             self._offloading.release(sequence)
+
+    def go_on(self, sequence: SequenceState, token_id: int) -> None:
+        """Continue a parked sequence with its owner's choice."""
+        assert sequence.parked, "its owner has chosen already"
+        sequence.token_ids.append(token_id)
+        sequence.parked = False
 
     @property
     def num_preemptions(self) -> int:
@@ -156,10 +149,10 @@ class Scheduler:
         planned: list[tuple[SequenceState, int]] = []
         preempted = False
         for sequence in self._decoding_first():
-            if budget == 0:
+            if budget == 0 or len(planned) == self.config.max_num_seqs:
                 break
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted earlier in this loop
+            if sequence.parked or sequence.status is not SequenceStatus.RUNNING:
+                continue  # nothing to compute, or preempted earlier in this loop
             count = min(sequence.num_uncomputed_tokens, chunk_tokens, budget)
             grown, victims = self._grow(sequence, count)
             preempted = preempted or victims
@@ -176,7 +169,7 @@ class Scheduler:
             return None
         return ScheduledStep(
             SchedulerOutput(
-                tuple([_scheduled(sequence, count) for sequence, count in planned]),
+                tuple([share_of(sequence, count) for sequence, count in planned]),
                 tuple(pair for s, _ in planned if s.pending_copies for pair in _take_copies(s)),
             ),
             tuple(sequence for sequence, _ in planned),
@@ -196,7 +189,9 @@ class Scheduler:
                 self._offloading.release(sequence)  # it has computed with what was copied back
             count_computed(sequence, count, self.counters)
             finish: Finish | None = None
-            if token_id is not None:
+            if token_id is not None and sequence.is_beam:
+                sequence.parked = True
+            elif token_id is not None:
                 finish = finish_after(sequence.spec, sequence.num_output_tokens, token_id)
                 sequence.token_ids.append(token_id)
             sealed = self._kv.seal(
@@ -266,16 +261,20 @@ class Scheduler:
     def _take_back(self) -> None:
         """Nobody can go on: free the table of the last sequence that waits with one.
 
-        Not that of the first in line where nothing runs. Where none gives a block back now, one
-        that shares blocks lets go of them, so that they are another's alone. What runs and shares
-        nothing waits for a lease to end, and nobody has to give way.
+        Those that are parked give way first. Not that of the first in line where nothing runs.
+        Where none gives a block back now, one that shares blocks lets go of them, so that they are
+        another's alone. What runs and shares nothing waits for a lease to end, and nobody has to
+        give way.
         """
-        if self.running and not any(self._kv.has_shared_block(s.table) for s in self.running):
+        active = [s for s in self.running if not s.parked]
+        if active and not any(self._kv.has_shared_block(s.table) for s in active):
             return
-        waiting = self.waiting if self.running else self.waiting[1:]
+        line = [s for s in self.waiting if not s.parked]
+        parked = [s for s in (*self.waiting, *self.running) if s.parked]
+        waiting = [*(line if active else line[1:]), *parked]
         holders = [s for s in waiting if self._kv.has_freeable_block(s.table)]
         if not holders:
-            others = (*self.running[1:], *waiting)
+            others = (*active[1:], *waiting)
             holders = [s for s in others if self._kv.has_shared_block(s.table)]
         if holders:
             self._preempt(holders[-1])
@@ -323,8 +322,12 @@ class Scheduler:
         admitted = []
         promised = self._promised_blocks()
         place = 0  # of the next one to look at: those before it wait for another's block
-        while place < len(self.waiting) and budget and len(self.running) < self.config.max_num_seqs:
+        seats = self.config.max_num_seqs - self._num_active
+        while place < len(self.waiting) and budget and seats > 0:
             sequence = self.waiting[place]
+            if sequence.parked:
+                place += 1
+                continue
             spare = self.watermark_blocks + promised if self.running else 0
             if sequence.table.block_ids:
                 whole = self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
@@ -354,7 +357,13 @@ class Scheduler:
             promised += self._kv.blocks_needed(sequence.table, len(sequence.token_ids))
             admitted.append((sequence, count))
             budget -= count
+            seats -= 1
         return admitted
+
+    @property
+    def _num_active(self) -> int:
+        """Running sequences that take a seat: parked ones have nothing to compute."""
+        return sum(not s.parked for s in self.running)
 
     def _promised_blocks(self) -> int:
         """Blocks that running sequences lack for the tokens they already have."""
@@ -367,23 +376,6 @@ def _rank(sequence: SequenceState) -> tuple[float, int]:
 
 def _place_in_line(sequence: SequenceState) -> tuple[bool, float, int]:
     return not sequence.table.block_ids, sequence.rank, sequence.arrival
-
-
-def _scheduled(sequence: SequenceState, count: int) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
-    sampling = sequence.spec.sampling
-    return ScheduledSequence(
-        token_ids=sequence.token_ids[start : start + count],
-        start=start,
-        block_table=sequence.table.block_ids,
-        sample=start + count == len(sequence.token_ids),
-        sampling=sampling,
-        branches=sequence.branches,
-        output_index=sequence.num_output_tokens,
-        known_token_ids=sequence.token_ids if sampling.looks_back else (),
-        eos_token_ids=sequence.spec.eos_token_ids,
-        prompt_targets=sequence.prompt_targets(start + 1, start + count + 1),
-    )
 
 
 def _take_copies(sequence: SequenceState) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvferry.engine.batch import BranchToken, TokenLogprobs
-from kvferry.engine.request import Attempt, RequestId, RequestSpec
+from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.stopping import Finish
 from kvferry.kv_cache.block_table import BlockTable, SealedBlock
 from kvferry.kv_cache.hashing import BlockHash, HashChain
@@ -80,8 +80,11 @@ class SequenceState:
 
     Attributes:
         spec: the request; ``spec.kv_prompt()`` are the first ``num_kv_prompt`` tokens.
+        sampling: how its tokens are sampled.
         branches: whom its first token is sampled for; several only if it is ``prefill_only``.
         prefill_only: ends when its first token is sampled; that token has no KV here.
+        is_beam: its owner chooses its tokens: what is sampled is not appended, nor ends it.
+        parked: a beam whose tokens are all computed and whose owner has not chosen the next.
         token_ids: prompt, delivered and newly sampled tokens, from position 0.
         max_computed_tokens: most positions that ever had KV here; what is computed below it
             again is recomputation.
@@ -102,8 +105,11 @@ class SequenceState:
     table: BlockTable
     hashes: HashChain
     token_ids: list[int]
+    sampling: SamplingParams
     branches: tuple[int, ...] = (0,)
     prefill_only: bool = False
+    is_beam: bool = False
+    parked: bool = False
     num_kv_prompt: int = 0
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0
@@ -130,14 +136,14 @@ class SequenceState:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that have no KV yet; at least one while the sequence lives."""
+        """Tokens that have no KV yet; at least one unless the sequence is parked."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def resumes(self) -> bool:
         """Whether an earlier attempt had delivered tokens: then the prompt was computed before."""
-        place = self.spec.branches.index(self.key.branch)
-        return bool(self.spec.suffixes[place])
+        each = zip(self.spec.branches, self.spec.suffixes, strict=True)
+        return any(number == self.key.branch and suffix for number, suffix in each)
 
     def prompt_targets(self, first: int, end: int) -> tuple[int, ...]:
         """The prompt's tokens in ``[first, end)`` whose log-probabilities are wanted.

@@ -139,16 +139,17 @@ class KVCacheManager:
     def fork(
         self, table: BlockTable, num_tokens: int, tail: int | None
     ) -> tuple[BlockTable, list[tuple[int, int]]]:
-        """A second table with the first ``num_tokens`` positions of a table, all of them sealed.
+        """A second table with the first ``num_tokens`` positions of a table, all of them computed.
 
-        Full blocks are shared. Where the last block is partial, ``tail``, an open block that the
-        caller has allocated, takes its place and its reference passes to the new table.
+        Full blocks, which are sealed, are shared. Where the last block is partial, ``tail``, an
+        open block that the caller has allocated, takes its place and its reference passes to the
+        new table.
 
         Returns:
             the table, and the (source, target) copies to make before either is written.
         """
         whole, partial = divmod(num_tokens, self.block_size)
-        assert table.num_sealed >= whole + bool(partial), "what is forked is still written"
+        assert table.num_sealed >= whole, "what is forked is still written"
         assert (tail is not None) == bool(partial), "a tail is for a partial block"
         for block_id in table.block_ids[:whole]:
             self.pool.share(block_id)

@@ -73,6 +73,12 @@ class HashChain:
             raise ValueError(f"unit is {unit}, wanted a divisor of the block size {block_size}")
         self.values: list[BlockHash] = []
 
+    def copy(self) -> HashChain:
+        """A chain of a sequence that begins alike, with the values computed so far."""
+        copied = HashChain(self._root, self._block_size, self.unit, self._extra)
+        copied.values = self.values.copy()
+        return copied
+
     def at(
         self, block_index: int, token_ids: Sequence[int], num_tokens: int | None = None
     ) -> BlockHash:

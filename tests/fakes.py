@@ -21,6 +21,7 @@ from kvferry.engine.batch import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from kvferry.engine.beam_search import Continuation, search_of, searches_beams
 from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress
 from kvferry.engine.stopping import Finish, finish_after
@@ -69,6 +70,28 @@ def stub_logprobs(token_id: int, position: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -float(position), (token_id,), (-float(position),))
 
 
+def stub_continuations(token_id: int, count: int) -> TokenLogprobs:
+    """The likeliest ``count`` tokens where ``token_id`` is the likeliest: all hang on it."""
+    best = -0.05 - token_id % 41 / 50
+    others = ((best - 0.01 - (token_id * 7 + i * 17) % 97 / 40, i) for i in range(1, count))
+    ranked = [(best, 0), *sorted(others, reverse=True)]
+    ids = tuple((token_id + 101 * i) % STUB_VOCAB for _, i in ranked)
+    return TokenLogprobs(token_id, best, ids, tuple(logprob for logprob, _ in ranked))
+
+
+def stub_beams(spec: RequestSpec) -> list[int]:
+    """What a beam search over the stub model finds, each beam computed by itself."""
+    search = search_of(spec)
+    while not search.is_over:
+        found = []
+        for beam in search.beams:
+            (likeliest,) = stub_output((*spec.prompt_token_ids, *beam.token_ids), 1)
+            each = stub_continuations(likeliest, search.num_continuations)
+            found.append(list(map(Continuation, each.top_ids, each.top_logprobs)))
+        search.advance(found)
+    return list(search.hypotheses[0].token_ids)
+
+
 @dataclass
 class StubRunner:
     """A ``ModelRunner`` over raw pool bytes ``[num_blocks, block_bytes]``.
@@ -114,6 +137,8 @@ class StubRunner:
         if token is None:
             return ()
         end = share.start + len(share.token_ids)
+        if share.sampling.num_beams > 1 and share.sampling.logprobs is not None:
+            return (BranchToken(token, stub_continuations(token, share.sampling.logprobs)),)
         wanted = share.sampling.logprobs is not None
         tokens = [stub_branch(token, branch) for branch in share.branches]
         return tuple(BranchToken(t, stub_logprobs(t, end) if wanted else None) for t in tokens)
@@ -216,6 +241,7 @@ def stub_spec(
     logprobs: int | None = None,
     num_branches: int = 1,
     stop_token_ids: Sequence[int] = (),
+    num_beams: int = 1,
 ) -> RequestSpec:
     """A greedy request of the stub model; ``logprobs`` of output and prompt."""
     return RequestSpec(
@@ -230,12 +256,15 @@ def stub_spec(
             logprobs=logprobs,
             prompt_logprobs=logprobs,
             stop_token_ids=tuple(stop_token_ids),
+            num_beams=num_beams,
         ),
     )
 
 
 def stub_answer(spec: RequestSpec, branch: int) -> list[int]:
     """What the stub model answers to a request in one branch, up to its finish."""
+    if searches_beams(spec):
+        return stub_beams(spec)
     tokens = stub_output(spec.prompt_token_ids, spec.sampling.max_tokens, branch=branch)
     for index, token_id in enumerate(tokens):
         if finish_after(spec, index, token_id) is not None:

@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.engine.batch import TokenLogprobs
-from kvferry.engine.request import MAX_BRANCHES, FinishReason, RequestSpec, SamplingParams
+from kvferry.engine.request import (
+    MAX_BEAMS,
+    MAX_BRANCHES,
+    FinishReason,
+    RequestSpec,
+    SamplingParams,
+)
 from kvferry.kv_cache.audit import BlockClass
 from kvferry.kv_cache.layout import DTYPE_BYTES
 from kvferry.worker import messages as m
@@ -39,6 +45,7 @@ _LARGE = frozenset(
 _MAY_BE_NEGATIVE = frozenset(
     {"lease_remaining_s"}  # a lease that the next sweep ends
     | {"logprob", "top_logprobs", "bias", "presence_penalty", "frequency_penalty"}
+    | {"length_penalty"}
 )
 
 
@@ -133,6 +140,8 @@ def _spec(spec: RequestSpec) -> Iterator[str]:
         yield f"suffixes: {num_output} tokens, max_tokens is {spec.sampling.max_tokens}"
     if num_prompt + num_output >= spec.max_model_len:
         yield f"{num_prompt} + {num_output} tokens, max_model_len is {spec.max_model_len}"
+    if spec.sampling.num_beams > 1 and (len(branches) > 1 or num_output):
+        yield f"num_beams: {spec.sampling.num_beams} of several or of begun branches"
     yield from _sampling(spec.sampling)
 
 
@@ -147,6 +156,10 @@ def _sampling(sampling: SamplingParams) -> Iterator[str]:
         yield f"min_tokens: {sampling.min_tokens}, max_tokens is {sampling.max_tokens}"
     if not all(sampling.bad_words):
         yield "bad_words: one of no tokens"
+    if not 0 < sampling.num_beams <= MAX_BEAMS:
+        yield f"num_beams: {sampling.num_beams}, wanted 1 to {MAX_BEAMS}"
+    if abs(sampling.length_penalty) > 10:
+        yield f"length_penalty: {sampling.length_penalty}, wanted -10 to 10"
     if len({entry.token_id for entry in sampling.logit_bias}) < len(sampling.logit_bias):
         yield "logit_bias: an id stands twice"
 

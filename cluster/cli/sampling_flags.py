@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvferry.cluster.cli.flags import positive, seed
 from kvferry.cluster.client_stream import GenerateOptions, Sampling
-from kvferry.engine.request import SamplingParams
+from kvferry.engine.request import EarlyStopping, SamplingParams
 
 _DEFAULTS = SamplingParams()
 
@@ -30,6 +30,8 @@ _NUMBERS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("frequency-penalty", "X", float, "weaken them once per occurrence"),
     ("logprobs", "N", int, "log-probability of each output token and of the N likeliest"),
     ("prompt-logprobs", "N", int, "likewise of each prompt token but the first"),
+    ("num-beams", "N", int, "search the likeliest output with N beams"),
+    ("length-penalty", "X", float, "of beams: divide scores by length to this power"),
 )
 # flag, field, what its argument is called, how it is read, what it does
 _LISTS: tuple[tuple[str, str, str, Callable[[str], Any], str], ...] = (
@@ -59,6 +61,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive,
         help="outputs, each a branch of one computed prompt (default: 1)",
+    )
+    group.add_argument(
+        "--early-stopping",
+        choices=list(EarlyStopping),
+        help="of beams: over as soon as N outputs have ended; with false when none of the present "
+        f"length is better, with never when none could be (default: {_DEFAULTS.early_stopping})",
     )
     group.add_argument(
         "--seed", metavar="S", type=seed, help="key of the random choice (default: drawn anew)"

@@ -46,6 +46,9 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--show-special-tokens": ("skip_special_tokens", False),
     "--logprobs 2": ("logprobs", 2),
     "--prompt-logprobs 0": ("prompt_logprobs", 0),
+    "--num-beams 4": ("num_beams", 4),
+    "--length-penalty -0.5": ("length_penalty", -0.5),
+    "--early-stopping never": ("early_stopping", "never"),
 }
 
 

@@ -413,6 +413,14 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": [5],
     "ignore_eos": True,
     "skip_special_tokens": False,
+    "num_beams": 4,
+    "length_penalty": 0.5,
+    "early_stopping": "never",
+}
+ALREADY: dict[str, dict[str, Any]] = {
+    "num_beams": {"temperature": 0.0},
+    "length_penalty": {"num_beams": 4},
+    "early_stopping": {"num_beams": 4},
 }
 SUPPORTED_REQUEST: dict[str, Any] = {
     "request_id": "label",
@@ -447,8 +455,9 @@ def some_value(field: Any) -> Any:
 @pytest.mark.parametrize("name", names_of(pb.SamplingParams))
 def test_every_sampling_field_reaches_the_specification(intake: Intake, name: str) -> None:
     """A field added to the contract fails here until something reads it."""
-    before = intake.prepare(sampled(seed=3)).sampling
-    spec = intake.prepare(sampled(**{"seed": 3, name: SAMPLING[name]}))
+    given = {"seed": 3, **ALREADY.get(name, {})}
+    before = intake.prepare(sampled(**given)).sampling
+    spec = intake.prepare(sampled(**given, **{name: SAMPLING[name]}))
     after = spec.sampling
     if name == "n":
         assert after == before
@@ -529,6 +538,9 @@ def test_a_priority_reaches_the_specification_where_the_policy_has_them(
         logprobs=st.none() | st.integers(-(2**31), INT32_MAX),
         stop=st.lists(st.text(max_size=3), max_size=3),
         stop_token_ids=st.lists(st.integers(-(2**31), INT32_MAX), max_size=3),
+        num_beams=st.none() | st.integers(-1, 20),
+        length_penalty=st.none() | st.floats(),
+        early_stopping=st.none() | st.sampled_from(["true", "false", "never", "", "True"]),
     ),
     st.text(max_size=40) | st.lists(st.integers(-5, VOCAB + 5), max_size=40),
 )
@@ -550,6 +562,8 @@ def test_whatever_comes_is_taken_within_bounds_or_refused(
     assert 0.0 < got.top_p <= 1.0 and got.top_k >= 0
     assert 0 <= got.min_tokens <= got.max_tokens and 0 <= got.min_p <= 1
     assert got.repetition_penalty > 0 and all(got.bad_words)
+    assert got.num_beams == 1 or (got.temperature == 0 and spec.branches == (0,))
+    assert not fault(Reserve(spec, Attempt(1, 1))), "what is taken is what workers take"
     assert all(0 <= i < VOCAB and abs(bias) <= 100 for i, bias in got.logit_bias)
     assert all(got.stop) and all(0 <= i < VOCAB for i in got.stop_token_ids)
     assert 0 < len(spec.prompt_token_ids) < MAX_LEN

@@ -75,6 +75,7 @@ def test_request_field_numbers_are_the_published_ones() -> None:
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop"),
         *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs"),
         *("logit_bias", "skip_special_tokens", "bad_words", "prompt_logprobs"),
+        *("num_beams", "length_penalty", "early_stopping"),
     )
     assert numbers("ChatInput") == in_order(
         *("messages", "tools", "continue_final_message", "add_generation_prompt", "template_args"),

@@ -148,3 +148,17 @@ def test_priorities_decide_who_is_placed_first() -> None:
         assert cluster.clock.now < 60
     assert order == ["first", "soon", "next", "late"]
     cluster.assert_exact()
+
+
+@pytest.mark.parametrize("blocks", [8, 10, 12, 14])
+@pytest.mark.parametrize("caching", [True, False])
+def test_beams_whose_kv_waits_in_the_host_tier_are_exact(blocks: int, caching: bool) -> None:
+    cluster = TieredCluster(decode_blocks=blocks, caching=caching)
+    cluster.run(1.5)
+    for number in range(2):
+        prompt = range(number * 30, number * 30 + 9 + number)
+        cluster.submit(stub_spec(f"r{number}", prompt, 12, num_beams=3))
+    cluster.run_until_ended(200)
+    cluster.assert_exact()
+    assert cluster.named("decode").worker.engine.scheduler.counters.preemptions_offload > 0
+    assert cluster.run(3, lambda: not cluster.leftovers()), cluster.leftovers()
