@@ -457,7 +457,7 @@ def test_every_sampling_field_reaches_the_specification(intake: Intake, name: st
     """A field added to the contract fails here until something reads it."""
     given = {"seed": 3, **ALREADY.get(name, {})}
     before = intake.prepare(sampled(**given)).sampling
-    spec = intake.prepare(sampled(**given, **{name: SAMPLING[name]}))
+    spec = intake.prepare(sampled(**{**given, name: SAMPLING[name]}))
     after = spec.sampling
     if name == "n":
         assert after == before
