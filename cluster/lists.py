@@ -23,6 +23,7 @@ class Difference:
         full: requests whose place is kept there while the pool is full.
         granted: (request, positions it need not prefill): the reply may have been lost.
         computing: requests whose prompt that worker computes unasked; likewise.
+        decoding: requests whose prompt is whole there: the word of it may have been lost.
         unstarted: reserved there while the router holds the hand-off: its record was lost.
         lost: wanted there, asked for before the list was written, not held: to be asked again.
     """
@@ -31,6 +32,7 @@ class Difference:
     full: list[RoutedRequest] = field(default_factory=list)
     granted: list[tuple[RoutedRequest, int]] = field(default_factory=list)
     computing: list[RoutedRequest] = field(default_factory=list)
+    decoding: list[RoutedRequest] = field(default_factory=list)
     unstarted: list[RoutedRequest] = field(default_factory=list)
     lost: list[Ticket] = field(default_factory=list)
 
@@ -67,6 +69,8 @@ def compare(
             found.computing.append(request)
         elif item.leg is Leg.DECODE and ticket.seq <= heard:
             found.granted.append((request, item.missing_from))
+            if item.state is LegState.RUNNING and request.prefill is not None:
+                found.decoding.append(request)
             if item.state is LegState.RESERVED and request.holds_hand_off:
                 found.unstarted.append(request)
     for request, leg, ticket in _placed(worker, requests.values()):

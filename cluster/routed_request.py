@@ -35,6 +35,9 @@ from kvferry.worker.messages import (
     TokenEvent,
 )
 
+LEAST_BETWEEN_MOVES_S = 0.25
+MOST_BETWEEN_MOVES_S = 5.0
+
 
 class RequestState(Enum):
     """See the module."""
@@ -147,6 +150,7 @@ class RoutedRequest:
         first_tokens_here: the current attempt's prefill has given every branch its first token.
         attempt: the current attempt; events of any other are dropped.
         full: the decode worker keeps a place but has no blocks yet.
+        num_moves, may_move_at: how often it went elsewhere from there, and when it may again.
         decode, prefill: the legs placed for the current attempt.
         failures: attempts in a row that have failed since a token was last delivered.
         past_preemptions, past_recomputed, past_chunks: what earlier attempts counted.
@@ -164,6 +168,8 @@ class RoutedRequest:
     state: RequestState = RequestState.QUEUED
     branches: tuple[RoutedBranch, ...] = ()
     first_tokens_here: bool = False
+    num_moves: int = 0
+    may_move_at: float = 0.0
     full: bool = False
     decode: Ticket | None = None
     prefill: Ticket | None = None
@@ -332,6 +338,12 @@ class RoutedRequest:
         second = event.branch == 0 and event.first_index + len(event.token_ids) > 1
         if second and len(self.delivered) <= 1:
             self.gap_stats = stats  # decode sampled token 2
+
+    def note_move(self, now: float) -> None:
+        """It goes elsewhere from a full worker; when it may do so again."""
+        pause = LEAST_BETWEEN_MOVES_S * 2 ** min(self.num_moves, 10)
+        self.may_move_at = now + min(MOST_BETWEEN_MOVES_S, pause)
+        self.num_moves += 1
 
     def count_past_attempt(self) -> None:
         """Keep what the attempt that has failed counted; what it computed will be again."""

@@ -257,12 +257,16 @@ class Router:
             return
         if event.stats is not None:
             request.take_stats(event, event.stats)
-        if request.state is RequestState.PREFILLING:
-            request.state = RequestState.DECODING
-            self._legs.drop_prefill(request)
+        self._decodes(request)
         missing = self._delivery.event(request, event, now)
         if missing is not None:
             self._legs.send(sender, missing)
+
+    def _decodes(self, request: RoutedRequest) -> None:
+        """The decode worker has the whole prompt: the prefill leg is over."""
+        if request.state is RequestState.PREFILLING:
+            request.state = RequestState.DECODING
+            self._legs.drop_prefill(request)
 
     def _leg_failed(self, sender: NodeRef, failure: m.LegFailed, now: float) -> None:
         request = self._current(sender, failure.request_id, failure.attempt, failure.leg)
@@ -290,6 +294,8 @@ class Router:
             self._answered(request, ReserveOutcome.GRANTED, missing_from, now)
         for request in found.computing:
             self._answered(request, ReserveOutcome.COMPUTING, 0, now)
+        for request in found.decoding:
+            self._decodes(request)
         for request in found.unstarted:
             self._legs.hand_off(request)
         for ticket in found.lost:
@@ -337,7 +343,7 @@ class Router:
     def _place(self, now: float) -> None:
         """Place what waits; first whoever waits for one worker's blocks while another has some."""
         full = [self.requests.get(r.waiting) for r in self.workers if r.waiting is not None]
-        for request in self._line.movable(r for r in full if r is not None):
+        for request in self._line.movable((r for r in full if r is not None), now):
             self._requeue(request, now)
         self._line.place(now)
 

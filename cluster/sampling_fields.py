@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from kvferry.engine.request import (
+    MAX_BEAM_STOP_TOKEN_IDS,
     MAX_BEAMS,
     MAX_BRANCHES,
     EarlyStopping,
@@ -27,7 +28,6 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
-MAX_BEAM_STOP_TOKEN_IDS = 64
 INT32_MAX = 2**31 - 1
 
 _DEFAULT = SamplingParams()

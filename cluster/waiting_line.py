@@ -88,9 +88,12 @@ class WaitingLine:
             most = max(most, self._kv_index.cached_tokens(ref, chain, prompt))
         return most
 
-    def movable(self, requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
+    def movable(self, requests: Iterable[RoutedRequest], now: float) -> list[RoutedRequest]:
         """Those of ``requests`` that wait for blocks of one worker while another has enough, or
         while that worker is draining.
+
+        What looks like room may be none, and a word of what was granted meanwhile be on its way:
+        each move doubles the time until a request may move again.
         """
         found = []
         for request in requests:
@@ -100,10 +103,13 @@ class WaitingLine:
             if record is not None and record.draining:
                 found.append(request)
                 continue
+            if now < request.may_move_at:
+                continue
             needed = request.num_kv_prompt
             views = [v for v in self._legs.workers.views() if v.ref != request.decode.worker]
             fitting = [v for v in views if Role.DECODE not in v.roles or v.free_tokens >= needed]
             if self._policy.place(needed, fitting) is not None:
+                request.note_move(now)
                 found.append(request)
         return found
 

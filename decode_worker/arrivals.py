@@ -16,14 +16,14 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._reader: dict[BlockHash, DecodeLeg] = {}
-        self._waiting: dict[BlockHash, list[DecodeLeg]] = {}
+        self._waiting: dict[BlockHash, dict[int, DecodeLeg]] = {}
 
     def is_read_for_another(self, value: BlockHash, leg: DecodeLeg) -> bool:
         """Whether the block is being read for another leg; this one is woken when it has ended."""
         reader = self._reader.get(value)
         if reader is None or reader is leg:
             return False
-        self._waiting.setdefault(value, []).append(leg)
+        self._waiting.setdefault(value, {})[id(leg)] = leg
         return True
 
     def begin(self, value: BlockHash, leg: DecodeLeg) -> None:
@@ -34,7 +34,7 @@ class Arrivals:
         """The leg's read of the block has ended, well or not: who waits looks again."""
         if self._reader.get(value) is leg:
             del self._reader[value]
-            for waiting in self._waiting.pop(value, ()):
+            for waiting in self._waiting.pop(value, {}).values():
                 waiting.pull.unacknowledged = True
 
     def end_all(self, leg: DecodeLeg) -> None:

@@ -13,7 +13,7 @@ from itertools import count
 
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.beam_search import Beam, Continuation, search_of
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import Engine, Fork
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.sequence import SequenceOwner, SequenceState
 from kvferry.kv_cache.block_table import BlockTable
@@ -83,12 +83,11 @@ class BeamGroup:
         for place, parent in enumerate(parents):
             if place not in first:
                 self._give_up(parent)
-        self.sequences = [
-            parents[beam.parent]
-            if first[beam.parent] == place
-            else self._branch_off(parents[beam.parent], beam)
-            for place, beam in enumerate(beams)
-        ]
+        begun = [place for place, beam in enumerate(beams) if first[beam.parent] != place]
+        tables = self._engine.fork([self._fork(parents[beams[place].parent]) for place in begun])
+        self.sequences = [parents[beam.parent] for beam in beams]
+        for place, table in zip(begun, tables, strict=True):
+            self.sequences[place] = self._branch_off(self.sequences[place], beams[place], table)
         for number, place in first.items():
             self._engine.go_on(parents[number], beams[place].token_ids[-1])
 
@@ -98,27 +97,25 @@ class BeamGroup:
         self.recomputed_prompt_tokens += parent.recomputed_prompt_tokens
         self._engine.remove(parent)
 
-    def _branch_off(self, parent: SequenceState, beam: Beam) -> SequenceState:
-        table, num_computed = self._fork(parent)
-        sequence = self._engine.new_sequence(
+    def _branch_off(self, parent: SequenceState, beam: Beam, table: BlockTable) -> SequenceState:
+        return self._engine.new_sequence(
             self._spec,
             self._attempt,
             self._owner,
             table=table,
             hashes=parent.hashes.copy(),
             output_token_ids=beam.token_ids,
-            num_computed_tokens=num_computed,
+            num_computed_tokens=parent.num_computed_tokens if table.block_ids else 0,
             beam=next(self._numbers),
+            parent=parent,
         )
-        sequence.max_computed_tokens = parent.max_computed_tokens  # the rest is computed again
-        return sequence
 
-    def _fork(self, parent: SequenceState) -> tuple[BlockTable | None, int]:
-        """A table like the parked parent's, and the positions that it holds."""
+    def _fork(self, parent: SequenceState) -> Fork:
+        """All that the parked parent has; nothing where no block is free for a copy."""
         num_tokens = parent.num_computed_tokens
-        tail = None
-        if num_tokens % self._engine.block_size:
-            if not self._engine.pool.num_free:
-                return None, 0
-            (tail,) = self._engine.pool.allocate(1)
-        return self._engine.fork(parent.table, num_tokens, tail), num_tokens
+        if num_tokens % self._engine.block_size == 0:
+            return Fork(parent.table, num_tokens, None)
+        if not self._engine.pool.num_free:
+            return Fork(parent.table, 0, None)
+        (tail,) = self._engine.pool.allocate(1)
+        return Fork(parent.table, num_tokens, tail)

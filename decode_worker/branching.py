@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvferry.decode_worker.beams import BeamGroup
 from kvferry.decode_worker.leg import DecodeLeg, LegBranch
 from kvferry.engine.beam_search import searches_beams
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import Engine, Fork
 from kvferry.engine.request import RequestSpec
 from kvferry.engine.sequence import SequenceOwner, SequenceState
 from kvferry.kv_cache.block_table import BlockTable
@@ -41,6 +41,7 @@ def begin_computing(engine: Engine, leg: DecodeLeg, owner: SequenceOwner, comput
         copies=leg.copies,
         prefill_only=several,
     )
+    leg.table = None
     if several:
         leg.stem = sequence
     else:
@@ -74,7 +75,7 @@ def begin_decoding(
     """Begin to decode: every position of the prompt is in the leg's sealed table."""
     assert leg.table is not None
     table, num_tokens = leg.table, leg.num_kv_prompt
-    tables = [_fork(engine, leg, table) for _ in going_on[1:]]
+    tables = _forks(engine, leg, table, len(going_on[1:]))
     for branch, own in zip(going_on, [table, *tables], strict=False):
         branch.sequence = _sequence(engine, leg, owner, branch, own, num_tokens)
     if not going_on:
@@ -88,17 +89,18 @@ def branch_off(
     """The stem has computed the prompt and ends; the branches go on from it."""
     assert leg.stem is not None
     stem = leg.stem
-    tables = [_fork(engine, leg, stem.table) for _ in going_on]
+    tables = _forks(engine, leg, stem.table, len(going_on))
     engine.remove(stem)
     for branch, table in zip(going_on, tables, strict=True):
         branch.sequence = _sequence(engine, leg, owner, branch, table, leg.num_kv_prompt)
     _let_go(engine, leg)
 
 
-def _fork(engine: Engine, leg: DecodeLeg, table: BlockTable) -> BlockTable:
-    """A table with the prompt; if its last block is partial, in a tail of its own."""
+def _forks(engine: Engine, leg: DecodeLeg, table: BlockTable, count: int) -> list[BlockTable]:
+    """Tables with the prompt; if its last block is partial, each in a tail of its own."""
     partial = leg.num_kv_prompt % engine.block_size
-    return engine.fork(table, leg.num_kv_prompt, leg.tails.pop() if partial else None)
+    tails = [leg.tails.pop() if partial else None for _ in range(count)]
+    return engine.fork([Fork(table, leg.num_kv_prompt, tail) for tail in tails])
 
 
 def _sequence(
@@ -111,13 +113,12 @@ def _sequence(
 ) -> SequenceState:
     spec = leg.request.spec
     known = len(spec.kv_prompt()) - len(spec.prompt_token_ids)
-    first = branch is leg.branches[0]
     return engine.new_sequence(
         spec,
         leg.request.attempt,
         owner,
         table=table,
-        hashes=leg.hashes if first else None,  # a chain is of one sequence's tokens
+        hashes=leg.hashes.copy(),  # a chain is of one sequence's tokens
         output_token_ids=tuple(branch.output[known:]),
         num_computed_tokens=num_computed,
         branches=(branch.number,),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvferry.decode_worker.beams import BeamGroup
 from kvferry.decode_worker.positions import Positions
 from kvferry.engine.batch import TokenLogprobs
-from kvferry.engine.beam_search import Beam, searches_beams
+from kvferry.engine.beam_search import Beam, beam_sampling, searches_beams
 from kvferry.engine.ranking import rank
 from kvferry.engine.sequence import SequenceState
 from kvferry.engine.stopping import Finish, finish_after
@@ -264,9 +264,11 @@ class DecodeLeg:
         """Why this leg cannot begin with a hand-off; empty if it can."""
         if len(hand_off.token_ids) != len(self.branches):
             return f"hand-off for {len(hand_off.token_ids)} branches of {len(self.branches)}"
-        if searches_beams(self.request.spec) and not hand_off.logprobs:
-            return "hand-off without the likeliest tokens for a beam search"
-        return ""
+        if not searches_beams(self.request.spec):
+            return ""
+        wanted = beam_sampling(self.request.spec).logprobs
+        got = [len(entry.top_ids) for entry in hand_off.logprobs]
+        return "" if got == [wanted] else f"hand-off with {got} of the {wanted} likeliest tokens"
 
     def take_first(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

@@ -13,7 +13,7 @@ from kvferry.decode_worker.branching import num_tails
 from kvferry.engine.request import RequestSpec
 from kvferry.kv_cache.block_table import BlockTable, KVCacheManager, Prefix
 from kvferry.kv_cache.hashing import HashChain
-from kvferry.worker.messages import Reserve
+from kvferry.worker.messages import FailureCause, Reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,20 @@ def reservation(
     return found if fits else None
 
 
-def never_fits(kv: KVCacheManager, spec: RequestSpec) -> str:
-    """Why no pool of this size ever holds the request; empty if it does.
+def never_fits(kv: KVCacheManager, spec: RequestSpec) -> tuple[FailureCause, str] | None:
+    """Why no pool of this size ever holds the request; None if it does.
 
-    Branches beyond the first can wait for it; all of them at once hold the prompt.
+    Branches beyond the first can wait for it; all of them at once hold the prompt. Where blocks are
+    quarantined another worker may have enough.
     """
     most = min(len(spec.prompt_token_ids) + spec.sampling.max_tokens - 1, spec.max_model_len)
     tails = num_tails(spec, kv.block_size, computes=True)
     needed = max(kv.blocks_for(most), kv.blocks_for(len(spec.kv_prompt())) + tails)
-    if needed <= kv.pool.num_blocks:
-        return ""
+    if needed <= kv.pool.num_usable:
+        return None
     branches = f" in {spec.num_branches} branches" if spec.num_branches > 1 else ""
-    return f"{most} positions{branches} need {needed} blocks, this worker has {kv.pool.num_blocks}"
+    why = f"{most} positions{branches} need {needed} blocks, this worker has {kv.pool.num_usable}"
+    return FailureCause.SHAPE if needed > kv.pool.num_blocks else FailureCause.STALLED, why
 
 
 def take(

@@ -20,8 +20,10 @@ from kvferry.decode_worker.branching import (
 from kvferry.decode_worker.leg import DecodeLeg, LegBranch
 from kvferry.decode_worker.puller import Puller, acknowledgement
 from kvferry.decode_worker.reservation import never_fits, reservation, take
+from kvferry.decode_worker.step_timer import StepTimer
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.beam_search import searches_beams
+from kvferry.engine.engine import ForkFailed
 from kvferry.engine.first_tokens import first_tokens
 from kvferry.engine.request import Attempt, RequestId
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress, SequenceState
@@ -55,8 +57,7 @@ class DecodeRole:
         self._ended = EndedAttempts()
         self._outgoing: dict[NodeRef, list[tuple[DecodeLeg, m.TokenEvent]]] = {}
         self._next_lists = 0.0
-        self._timed_step_at: float | None = None
-        self._step_s: float | None = None
+        self._timer = StepTimer()
 
     # --- messages ---------------------------------------------------------------------------
 
@@ -110,8 +111,8 @@ class DecodeRole:
             return
         for old in [leg for (r, _), leg in self.legs.items() if r == spec.request_id]:
             self._drop(old)
-        if impossible := never_fits(self._engine.kv, spec):
-            self._fail(envelope.sender, key, FailureCause.SHAPE, impossible)
+        if refusal := never_fits(self._engine.kv, spec):
+            self._fail(envelope.sender, key, *refusal)
             return
         leg = DecodeLeg(
             request,
@@ -132,12 +133,14 @@ class DecodeRole:
         full = [leg for leg in self.legs.values() if leg.state is LegState.FULL]
         ageing = self._engine.scheduler.config.ageing
         for leg in sorted(full, key=lambda leg: leg.rank(ageing)):
-            idle = self._engine.pool.num_free == self._engine.pool.num_blocks
+            idle = self._engine.pool.num_free == self._engine.pool.num_usable
             spare = 0 if idle else self._engine.scheduler.watermark_blocks
             found = reservation(
                 self._engine.kv, leg.hashes, leg.request, self._engine.pool.num_free - spare
             )
             if found is None:
+                if refusal := never_fits(self._engine.kv, leg.request.spec):  # blocks were lost
+                    self._fail_leg(leg, *refusal)
                 return
             leg.table, leg.copies, leg.tails = take(self._engine.kv, found)
             leg.computes, leg.state = found.computes, LegState.RESERVED
@@ -210,6 +213,13 @@ class DecodeRole:
         assert leg.table is not None
         leg.ready_at, leg.state = now, LegState.RUNNING
         leg.table.num_sealed = len(leg.table.block_ids)
+        try:
+            self._begin(leg, hand_off)
+        except ForkFailed as error:
+            self._fail_leg(leg, FailureCause.STEP, str(error))
+
+    def _begin(self, leg: DecodeLeg, hand_off: m.HandOff) -> None:
+        """Decode what the hand-off begins."""
         if searches_beams(leg.request.spec):
             root = begin_search(self._engine, leg, self, leg.num_kv_prompt)
             self._report(leg, leg.branches[0], 0)  # no token, but its prefill worker may go
@@ -244,7 +254,7 @@ class DecodeRole:
         if progress.token_id is None:
             return
         leg.time_first(sequence, self._engine.step_started_at, now)
-        self._time_step(progress, now)
+        self._timer.note(progress.num_computed, self._engine.step_started_at, now)
         if sequence is leg.stem:
             branch_off(self._engine, leg, self, leg.take_first(*first_tokens(progress)))
             for each in leg.branches:
@@ -275,14 +285,6 @@ class DecodeRole:
         leg = self.legs[(key.request_id, key.attempt)]
         cause = FailureCause.SHAPE if failure.is_requests_fault else FailureCause.STEP
         self._fail_leg(leg, cause, failure.message)
-
-    def _time_step(self, progress: SequenceProgress, now: float) -> None:
-        """Smoothed duration of decode steps, for the load report; once per step."""
-        begun = self._engine.step_started_at
-        if progress.num_computed == 1 and begun != self._timed_step_at:
-            self._timed_step_at = begun
-            took = now - begun
-            self._step_s = took if self._step_s is None else 0.9 * self._step_s + 0.1 * took
 
     def _report(self, leg: DecodeLeg, branch: LegBranch, from_index: int) -> None:
         """Queue a branch's tokens from an output index on (and its finish) for the router."""
@@ -393,5 +395,5 @@ class DecodeRole:
             load,
             num_reserved=states.count(LegState.RESERVED),
             num_full=states.count(LegState.FULL),
-            decode_step_s=self._step_s,
+            decode_step_s=self._timer.step_s,
         )

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvferry.engine.request import EarlyStopping, RequestSpec, SamplingParams
@@ -30,7 +33,7 @@ def search_of(spec: RequestSpec) -> BeamSearch:
         spec.sampling.num_beams,
         _num_ends(spec),
         spec.max_output_tokens,
-        lambda output: finish_after(spec, len(output) - 1, output[-1]) is not None,
+        lambda index, token_id: finish_after(spec, index, token_id) is not None,
         spec.sampling.length_penalty,
         spec.sampling.early_stopping,
     )
@@ -80,7 +83,7 @@ class BeamSearch:
         num_beams: beams, and hypotheses in the end.
         num_ends: distinct tokens that may end an output, for how many continuations are looked at.
         max_tokens: output tokens at most; must be what ``ends`` says of the last one, too.
-        ends: whether an output is over with its last token.
+        ends: whether an output is over with the token of that index.
         length_penalty: see ``Beam``; above 0 favours long outputs.
         early_stopping: when the search is over, once there are ``num_beams`` hypotheses.
 
@@ -94,7 +97,7 @@ class BeamSearch:
         num_beams: int,
         num_ends: int,
         max_tokens: int,
-        ends: Callable[[tuple[int, ...]], bool],
+        ends: Callable[[int, int], bool],
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = EarlyStopping.FALSE,
     ) -> None:
@@ -111,23 +114,24 @@ class BeamSearch:
 
     def advance(self, continuations: Sequence[Sequence[Continuation]]) -> None:
         """Take the ``num_continuations`` likeliest tokens after each beam, best first."""
-        ranked = sorted(
-            (
-                (beam.score + logprob, place, token_id)
-                for place, beam in enumerate(self.beams)
-                for token_id, logprob in continuations[place]
-            ),
-            key=lambda found: -found[0],
-        )
-        best = [
-            Beam((*self.beams[place].token_ids, token_id), score, place)
-            for score, place, token_id in ranked[: self.num_continuations]
+        lines = [
+            [(-(beam.score + logprob), place, token_id) for token_id, logprob in line]
+            for place, (beam, line) in enumerate(zip(self.beams, continuations, strict=True))
         ]
-        over = [self._ends(beam.token_ids) for beam in best]
-        likeliest = zip(best[: self._num_beams], over, strict=False)
-        self._take_hypotheses([beam for beam, ended in likeliest if ended])
-        going_on = [beam for beam, ended in zip(best, over, strict=True) if not ended]
-        self.beams = going_on[: self._num_beams]
+        length = len(self.beams[0].token_ids)
+        ended: list[Beam] = []
+        going_on: list[Beam] = []
+        ranked = islice(merge(*lines, key=itemgetter(0)), self.num_continuations)
+        for standing, (score, place, token_id) in enumerate(ranked):
+            if standing >= self._num_beams == len(going_on):
+                break
+            if self._ends(length, token_id):
+                if standing < self._num_beams:
+                    ended.append(self._extended(place, token_id, -score))
+            elif len(going_on) < self._num_beams:
+                going_on.append(self._extended(place, token_id, -score))
+        self._take_hypotheses(ended)
+        self.beams = going_on
         full = len(self.hypotheses) == self._num_beams
         if self.beams and full:
             self._may_improve = (
@@ -135,6 +139,9 @@ class BeamSearch:
             )
         done = full and self._early_stopping is EarlyStopping.TRUE
         self.is_over = done or not self._may_improve or not self.beams
+
+    def _extended(self, place: int, token_id: int, score: float) -> Beam:
+        return Beam((*self.beams[place].token_ids, token_id), score, place)
 
     def _take_hypotheses(self, ended: Sequence[Beam]) -> None:
         full = len(self.hypotheses) == self._num_beams

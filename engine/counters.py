@@ -51,9 +51,9 @@ def count_computed(sequence: SequenceState, count: int, counters: EngineCounters
     sequence.num_computed_tokens = end = start + count
     if start < sequence.num_kv_prompt:
         sequence.num_prefill_chunks += 1
-        if sequence.resumes:
-            first = min(end, sequence.num_kv_prompt) - max(start, sequence.max_computed_tokens)
-            counters.recomputed_tokens_recovery += max(0, first)
+    if start < sequence.num_lost:
+        first = min(end, sequence.num_lost) - max(start, sequence.max_computed_tokens)
+        counters.recomputed_tokens_recovery += max(0, first)
     if start >= sequence.max_computed_tokens:  # the common case: nothing is recomputed
         sequence.max_computed_tokens = end
         return

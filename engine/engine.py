@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput, SchedulerOutput
 from kvferry.engine.beam_search import beam_sampling, searches_beams
@@ -24,9 +25,24 @@ from kvferry.engine.sequence import (
 )
 from kvferry.kv_cache.block_pool import BlockPool, KVCacheBlock
 from kvferry.kv_cache.block_table import BlockTable, KVCacheManager
+from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.hashing import HashChain, root_hash
 
 logger = logging.getLogger(__name__)
+
+
+class Fork(NamedTuple):
+    """What a second table begins with: the first positions of a table, and the block that the last
+    of them are copied into where they do not fill one.
+    """
+
+    table: BlockTable
+    num_tokens: int
+    tail: int | None
+
+
+class ForkFailed(KVFerryError):
+    """A block could not be copied; nothing has been forked."""
 
 
 class Engine:
@@ -82,6 +98,7 @@ class Engine:
         branches: tuple[int, ...] | None = None,
         prefill_only: bool = False,
         beam: int | None = None,
+        parent: SequenceState | None = None,
     ) -> SequenceState:
         """Make a sequence and hand it to the scheduler.
 
@@ -98,6 +115,7 @@ class Engine:
             branches: whom it samples for; None: all of the request's.
             prefill_only: end when the first token is sampled.
             beam: its number among the request's beams; None: it chooses its tokens itself.
+            parent: the beam that it goes on from, whose place in every line it shares.
         """
         prompt = spec.kv_prompt()
         branches = branches if branches is not None else spec.branches
@@ -121,19 +139,31 @@ class Engine:
             pending_copies=list(copies),
             arrived_at=self.clock(),
         )
-        self.scheduler.add(sequence)
+        if parent is not None:
+            sequence.max_computed_tokens = parent.max_computed_tokens
+        self.scheduler.add(sequence, parent)
         return sequence
 
-    def fork(self, table: BlockTable, num_tokens: int, tail: int | None) -> BlockTable:
-        """A second table with the KV of the first ``num_tokens`` positions of ``table``.
+    def fork(self, forks: Sequence[Fork]) -> list[BlockTable]:
+        """Second tables with the KV of the first positions of others.
 
-        It shares the full blocks; the last, partial one is copied into ``tail``, a block that
-        the caller holds, at once. ``table`` may be that of a parked sequence.
+        They share the full blocks; a last, partial one is copied into the fork's tail, at once. A
+        table may be that of a parked sequence. All or nothing: raises ForkFailed, and then the
+        tails are given back, too.
         """
-        forked, copies = self.kv.fork(table, num_tokens, tail)
-        if copies:
-            self._runner.execute(SchedulerOutput((), tuple(copies)))
-        return forked
+        made = [self.kv.fork(*fork) for fork in forks]
+        copies = tuple(pair for _, pairs in made for pair in pairs)
+        tables = [table for table, _ in made]
+        try:
+            if copies:
+                self._runner.execute(SchedulerOutput((), copies))
+        except Exception as error:  # what raises here ends one request, like a step
+            for table in tables:
+                self.kv.free(table)
+            self.num_failed_steps += 1
+            logger.error("blocks could not be copied", exc_info=error)
+            raise ForkFailed(f"{type(error).__name__}: {error}") from error
+        return tables
 
     def hash_chain(self, spec: RequestSpec) -> HashChain:
         """The request's hash chain, rooted in this engine's model and the request's salt."""
@@ -225,7 +255,12 @@ class Engine:
             sequence = progress.sequence
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # the owner of another has ended it since
-            sequence.owner.on_progress(progress, now)
+            try:
+                sequence.owner.on_progress(progress, now)
+            except ForkFailed as error:
+                sequence.owner.on_failure(SequenceFailure(sequence, str(error)), now)
+                self.remove(sequence)
+                continue
             if progress.finish or (sequence.prefill_only and progress.token_id is not None):
                 self.remove(sequence)
         if self.offloading is not None:

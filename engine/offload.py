@@ -132,8 +132,16 @@ class Offloading:
         return False
 
     def restore(self, keys: Sequence[HostKey], block_ids: Sequence[int]) -> None:
-        """Copy contents that were found into blocks of the pool."""
-        self._pending.extend(self.tier.restore(keys, block_ids))
+        """Copy contents that were found into blocks of the pool.
+
+        One that has turned out since to be unreadable, for another that found it, is lost.
+        """
+        for key, block_id in zip(keys, block_ids, strict=True):
+            if self.tier.find(key) is None:
+                self._lost.add(block_id)
+                self.counters.host_lost_blocks += 1
+            else:
+                self._pending.extend(self.tier.restore([key], [block_id]))
 
     def release(self, sequence: SequenceState) -> None:
         """The sequence needs nothing of what it holds here. Nothing if it holds nothing."""

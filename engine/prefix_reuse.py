@@ -95,8 +95,11 @@ class PrefixReuse:
         size = self._kv.block_size
         if self._offloading is not None:
             self._offloading.hold(sequence, beginning.host)
-        self._kv.adopt(sequence.table, beginning.prefix, len(sequence.token_ids))
-        if self._offloading is not None and beginning.host:
+        # A beam that begins amid its search looks for what the search had: that is no reuse.
+        counts = not sequence.is_beam or not sequence.max_computed_tokens
+        queried = len(sequence.token_ids) if counts else None
+        self._kv.adopt(sequence.table, beginning.prefix, queried)
+        if self._offloading is not None and beginning.host and counts:
             found = beginning.num_computed - beginning.prefix.num_tokens
             self._offloading.counters.hit_tokens_host += found
         sequence.num_computed_tokens = beginning.num_computed

@@ -20,6 +20,10 @@ MAX_BEAMS = 16
 """Beams that one request may search."""
 
 
+MAX_BEAM_STOP_TOKEN_IDS = 64
+"""Stop ids beside a search: each makes every step look at so many beams' continuations more."""
+
+
 class Attempt(NamedTuple):
     """Which try of a request: attempts order by (router epoch, number)."""
 

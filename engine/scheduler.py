@@ -23,7 +23,8 @@ Each step:
 A **beam** is parked with each token that it has sampled: it keeps its table, and may be preempted
 like any other, but takes no seat and computes nothing until its owner has chosen its next token.
 
-Rank is order of arrival, or priority with ageing (``engine.ranking``); it never changes.
+Rank is order of arrival, or priority with ageing (``engine.ranking``); it never changes. All beams
+of a search have that of their first.
 
 Pure and deterministic; knows no model, clock, socket or role.
 """
@@ -84,16 +85,24 @@ class Scheduler:
         """Blocks kept free for running sequences to grow into."""
         return int(self.config.watermark * self._kv.pool.num_blocks)
 
-    def add(self, sequence: SequenceState) -> None:
-        """Take a sequence in; its table may already hold computed blocks."""
+    def add(self, sequence: SequenceState, beside: SequenceState | None = None) -> None:
+        """Take a sequence in; its table may already hold computed blocks.
+
+        It stands in every line where ``beside``, of the same request, does; None: at the end.
+        """
         if sequence.key in self.sequences:
             raise ValueError(f"sequence {sequence.key} is already in the scheduler")
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
-        sequence.rank = rank(sequence.spec.priority, sequence.arrived_at, self.config.ageing)
-        sequence.max_computed_tokens = sequence.num_computed_tokens
+        if beside is None:
+            self._arrivals += 1
+            sequence.arrival = self._arrivals
+            sequence.rank = rank(sequence.spec.priority, sequence.arrived_at, self.config.ageing)
+        else:
+            sequence.arrival, sequence.arrived_at = beside.arrival, beside.arrived_at
+            sequence.rank = beside.rank
+        known = max(sequence.max_computed_tokens, sequence.num_computed_tokens)
+        sequence.max_computed_tokens = known
         self.sequences[sequence.key] = sequence
-        if sequence.table.block_ids and self._num_active < self.config.max_num_seqs:
+        if sequence.table.block_ids and self.num_active < self.config.max_num_seqs:
             sequence.status = SequenceStatus.RUNNING
             insort(self.running, sequence, key=_rank)
         else:
@@ -120,9 +129,19 @@ class Scheduler:
         sequence.parked = False
 
     @property
+    def num_active(self) -> int:
+        """Running sequences that take a seat: parked ones have nothing to compute."""
+        return sum(not s.parked for s in self.running)
+
+    @property
     def num_preemptions(self) -> int:
         """Preemptions since the start."""
         return self.counters.num_preemptions
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait to be computed, again or for the first time."""
+        return sum(s.status is SequenceStatus.WAITING and not s.parked for s in self.waiting)
 
     @property
     def num_swapped(self) -> int:
@@ -140,8 +159,8 @@ class Scheduler:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a sequence that has run before waits for blocks."""
-        return any(sequence.num_preemptions for sequence in self.waiting)
+        """Whether a sequence that has run before, or begins amid its search, waits for blocks."""
+        return any((s.num_preemptions or s.is_beam) and not s.parked for s in self.waiting)
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when nothing can run."""
@@ -322,7 +341,7 @@ class Scheduler:
         admitted = []
         promised = self._promised_blocks()
         place = 0  # of the next one to look at: those before it wait for another's block
-        seats = self.config.max_num_seqs - self._num_active
+        seats = self.config.max_num_seqs - self.num_active
         while place < len(self.waiting) and budget and seats > 0:
             sequence = self.waiting[place]
             if sequence.parked:
@@ -360,22 +379,17 @@ class Scheduler:
             seats -= 1
         return admitted
 
-    @property
-    def _num_active(self) -> int:
-        """Running sequences that take a seat: parked ones have nothing to compute."""
-        return sum(not s.parked for s in self.running)
-
     def _promised_blocks(self) -> int:
         """Blocks that running sequences lack for the tokens they already have."""
         return sum(self._kv.blocks_needed(s.table, len(s.token_ids)) for s in self.running)
 
 
-def _rank(sequence: SequenceState) -> tuple[float, int]:
-    return sequence.rank, sequence.arrival
+def _rank(sequence: SequenceState) -> tuple[float, int, int]:
+    return sequence.rank, sequence.arrival, sequence.key.branch
 
 
-def _place_in_line(sequence: SequenceState) -> tuple[bool, float, int]:
-    return not sequence.table.block_ids, sequence.rank, sequence.arrival
+def _place_in_line(sequence: SequenceState) -> tuple[bool, float, int, int]:
+    return not sequence.table.block_ids, *_rank(sequence)
 
 
 def _take_copies(sequence: SequenceState) -> list[tuple[int, int]]:

@@ -140,10 +140,11 @@ class SequenceState:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def resumes(self) -> bool:
-        """Whether an earlier attempt had delivered tokens: then the prompt was computed before."""
+    def num_lost(self) -> int:
+        """Positions that an earlier attempt had computed: of prompt and delivered tokens."""
         each = zip(self.spec.branches, self.spec.suffixes, strict=True)
-        return any(number == self.key.branch and suffix for number, suffix in each)
+        suffix = next((suffix for number, suffix in each if number == self.key.branch), ())
+        return len(self.spec.prompt_token_ids) + len(suffix) if suffix else 0
 
     def prompt_targets(self, first: int, end: int) -> tuple[int, ...]:
         """The prompt's tokens in ``[first, end)`` whose log-probabilities are wanted.

@@ -117,6 +117,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, wanted at least 1")
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self._num_quarantined = 0
         self._raise_word = raise_word
         self.index = index
         self.num_evictions = 0
@@ -131,6 +132,11 @@ class BlockPool:
     def num_blocks(self) -> int:
         """Blocks in the pool, whatever their state."""
         return len(self.blocks)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that may ever be taken: all but quarantined ones."""
+        return len(self.blocks) - self._num_quarantined
 
     @property
     def num_free(self) -> int:
@@ -285,6 +291,7 @@ class BlockPool:
 
     def quarantine(self, block_id: int) -> None:
         """Never use the block again in this process: a read into it may still be running."""
+        self._num_quarantined += not self.blocks[block_id].quarantined
         self.blocks[block_id].quarantined = True
         self._forget(block_id)
         self._free.pop(block_id, None)

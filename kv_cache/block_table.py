@@ -122,13 +122,19 @@ class KVCacheManager:
         kept = prefix.block_ids[:-1]
         return Prefix(kept, len(kept) * self.block_size)
 
-    def adopt(self, table: BlockTable, prefix: Prefix, num_queried: int = 0) -> None:
-        """Begin an empty table with a prefix, found of ``num_queried`` tokens, which it shares."""
+    def adopt(self, table: BlockTable, prefix: Prefix, num_queried: int | None = 0) -> None:
+        """Begin an empty table with a prefix, which it shares.
+
+        It was found of ``num_queried`` tokens; None: neither these nor what was found is counted.
+        """
         assert not table.block_ids, "only an empty table can begin with a prefix"
-        self.queried_tokens += num_queried
+        counts = num_queried is not None
+        self.queried_tokens += num_queried or 0
         for place, block_id in enumerate(prefix.block_ids):
             self.pool.share(block_id)
             found = min(self.block_size, prefix.num_tokens - place * self.block_size)
+            if not counts:
+                continue
             if self.pool.blocks[block_id].moved:
                 self.hit_tokens_moved += found
             else:
@@ -182,7 +188,6 @@ class KVCacheManager:
         table: BlockTable,
         num_computed_tokens: int,
         num_tokens: int,
-        num_lookahead_tokens: int = 0,
     ) -> list[tuple[int, int]] | None:
         """Make room to write positions ``num_computed_tokens .. num_tokens - 1``.
 
@@ -193,7 +198,7 @@ class KVCacheManager:
             (source, target) block copies to make before the write; None when too few are free.
             The table holds the sources until ``copies_made``.
         """
-        needed = self.blocks_needed(table, num_tokens + num_lookahead_tokens)
+        needed = self.blocks_needed(table, num_tokens)
         index = num_computed_tokens // self.block_size
         appends = (
             num_tokens > num_computed_tokens

@@ -96,6 +96,45 @@ class HostEntry:
     owners: set[Hashable] = field(default_factory=set)
 
 
+class _Level:
+    """Contents of memory, or of the disk, the least recently used first.
+
+    Invariant: ``cached`` has those without an owner, in the order in which they were used last or
+    were let go of.
+    """
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[HostKey, HostEntry] = OrderedDict()
+        self.cached: OrderedDict[HostKey, None] = OrderedDict()
+
+    def add(self, entry: HostEntry) -> None:
+        """As the most recently used."""
+        self.entries[entry.key] = entry
+        self.note_owners(entry)
+
+    def remove(self, key: HostKey) -> None:
+        """It is here no longer."""
+        del self.entries[key]
+        self.cached.pop(key, None)
+
+    def touch(self, key: HostKey) -> None:
+        """It is the most recently used one now."""
+        self.entries.move_to_end(key)
+        if key in self.cached:
+            self.cached.move_to_end(key)
+
+    def note_owners(self, entry: HostEntry) -> None:
+        """It has its first owner, or none any longer."""
+        if entry.owners:
+            self.cached.pop(entry.key, None)
+        elif entry.key not in self.cached:
+            self.cached[entry.key] = None
+
+    def first_cached(self) -> HostEntry | None:
+        """The least recently used one that has no owner."""
+        return next((self.entries[key] for key in self.cached), None)
+
+
 class HostTier:
     """See the module.
 
@@ -117,20 +156,20 @@ class HostTier:
         self.caching = caching
         self.num_evictions = 0
         self.num_spilled = 0
-        self._memory: OrderedDict[HostKey, HostEntry] = OrderedDict()  # least recently used first
-        self._disk: OrderedDict[HostKey, HostEntry] = OrderedDict()  # likewise
+        self._memory = _Level()
+        self._disk = _Level()
         self._held: dict[Hashable, set[HostKey]] = {}
         self._free_slots = list(range(num_slots))
         self._free_files = list(range(num_files))
 
     def __len__(self) -> int:
         """Contents kept."""
-        return len(self._memory) + len(self._disk)
+        return len(self._memory.entries) + len(self._disk.entries)
 
     def __iter__(self) -> Iterator[HostEntry]:
         """Every content, of memory and then of disk."""
-        yield from self._memory.values()
-        yield from self._disk.values()
+        yield from self._memory.entries.values()
+        yield from self._disk.entries.values()
 
     @property
     def owners(self) -> frozenset[Hashable]:
@@ -149,7 +188,7 @@ class HostTier:
 
     def find(self, key: HostKey) -> HostEntry | None:
         """Where a content lies; None if it is not here."""
-        return self._memory.get(key) or self._disk.get(key)
+        return self._memory.entries.get(key) or self._disk.entries.get(key)
 
     def num_missing(self, contents: Sequence[Content]) -> int:
         """How many of the contents would have to be copied to keep them all."""
@@ -195,7 +234,9 @@ class HostTier:
     def hold(self, owner: Hashable, keys: Sequence[HostKey]) -> None:
         """Keep contents that are here for one owner more."""
         for key in keys:
-            self._touch(key).owners.add(owner)
+            entry = self._touch(key)
+            entry.owners.add(owner)
+            self._level(key).note_owners(entry)
         if keys:
             self._held.setdefault(owner, set()).update(keys)
 
@@ -222,6 +263,7 @@ class HostTier:
             entry = self.find(key)
             assert entry is not None, "what is held is not here"
             entry.owners.discard(owner)
+            self._level(key).note_owners(entry)
             if not entry.owners and (isinstance(key, TailKey) or not self.caching):
                 moves.extend(self._drop(entry))
         return moves
@@ -247,37 +289,42 @@ class HostTier:
 
     def _room(self, but: set[HostKey]) -> int:
         """Contents that can be taken, those of ``but`` kept."""
-        cached = sum(not entry.owners and entry.key not in but for entry in self)
+        levels = (self._memory.cached, self._disk.cached)
+        cached = sum(map(len, levels)) - sum(key in level for level in levels for key in but)
         return len(self._free_slots) + len(self._free_files) + cached
 
     def _touch(self, key: HostKey) -> HostEntry:
         """The content is the most recently used one now."""
-        level = self._memory if key in self._memory else self._disk
-        level.move_to_end(key)
-        return level[key]
+        level = self._level(key)
+        level.touch(key)
+        return level.entries[key]
+
+    def _level(self, key: HostKey) -> _Level:
+        """Where a content that is here lies."""
+        return self._memory if key in self._memory.entries else self._disk
 
     def _enter(self, content: Content, slot: int) -> None:
-        self._memory[content.key] = HostEntry(content.key, content.num_tokens, slot)
+        self._memory.add(HostEntry(content.key, content.num_tokens, slot))
 
     def _take_slot(self, moves: list[Move], for_owner: bool) -> int | None:
         """A slot to write into; what has to go for it is added to ``moves``."""
         if self._free_slots:
             return self._free_slots.pop()
-        entry = _first_cached(self._memory)
+        entry = self._memory.first_cached()
         if entry is None and for_owner:
-            entry = next(iter(self._memory.values()))
+            entry = next(iter(self._memory.entries.values()))
         if entry is None:
             return None
         slot, file = entry.slot, self._take_file()
         assert slot is not None, "a content of memory has no slot"
         if file is not None:
             moves.append(Spill(entry.key, slot, file))
-            del self._memory[entry.key]
+            self._memory.remove(entry.key)
             entry.slot, entry.file = None, file
-            self._disk[entry.key] = entry
+            self._disk.add(entry)
             self.num_spilled += 1
         elif not entry.owners:
-            del self._memory[entry.key]
+            self._memory.remove(entry.key)
             self.num_evictions += 1
         else:
             return None
@@ -287,24 +334,19 @@ class HostTier:
         """A file to write; the one that a cached content had is simply written again."""
         if self._free_files:
             return self._free_files.pop()
-        entry = _first_cached(self._disk)
+        entry = self._disk.first_cached()
         if entry is None:
             return None
-        del self._disk[entry.key]
+        self._disk.remove(entry.key)
         self.num_evictions += 1
         return entry.file
 
     def _drop(self, entry: HostEntry) -> list[Move]:
         if entry.slot is not None:
-            del self._memory[entry.key]
+            self._memory.remove(entry.key)
             self._free_slots.append(entry.slot)
             return []
-        del self._disk[entry.key]
+        self._disk.remove(entry.key)
         assert entry.file is not None, "a content of the disk has no file"
         self._free_files.append(entry.file)
         return [Forget(entry.file)]
-
-
-def _first_cached(level: OrderedDict[HostKey, HostEntry]) -> HostEntry | None:
-    """The least recently used content that has no owner."""
-    return next((entry for entry in level.values() if not entry.owners), None)

@@ -81,13 +81,13 @@ class PrefillRole:
             self._drop(old)
         num_tokens = len(spec.kv_prompt())
         needed = self._engine.kv.blocks_for(num_tokens)
-        if needed > self._engine.pool.num_blocks:
+        pool = self._engine.pool
+        if needed > pool.num_usable:
             self._fail(
                 envelope.sender,
                 key,
-                FailureCause.SHAPE,
-                f"{num_tokens} tokens need {needed} blocks, this worker has "
-                f"{self._engine.pool.num_blocks}",
+                FailureCause.SHAPE if needed > pool.num_blocks else FailureCause.STALLED,
+                f"{num_tokens} tokens need {needed} blocks, this worker has {pool.num_usable}",
             )
             return
         lease = LeaseKey(

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.engine.batch import TokenLogprobs
 from kvferry.engine.request import (
+    MAX_BEAM_STOP_TOKEN_IDS,
     MAX_BEAMS,
     MAX_BRANCHES,
     FinishReason,
@@ -140,9 +141,21 @@ def _spec(spec: RequestSpec) -> Iterator[str]:
         yield f"suffixes: {num_output} tokens, max_tokens is {spec.sampling.max_tokens}"
     if num_prompt + num_output >= spec.max_model_len:
         yield f"{num_prompt} + {num_output} tokens, max_model_len is {spec.max_model_len}"
-    if spec.sampling.num_beams > 1 and (len(branches) > 1 or num_output):
-        yield f"num_beams: {spec.sampling.num_beams} of several or of begun branches"
+    if spec.sampling.num_beams > 1:
+        yield from _search(spec)
     yield from _sampling(spec.sampling)
+
+
+def _search(spec: RequestSpec) -> Iterator[str]:
+    sampling, num_beams = spec.sampling, spec.sampling.num_beams
+    if spec.num_branches > 1 or spec.suffixes[0]:
+        yield f"num_beams: {num_beams} of several or of begun branches"
+    if sampling.constrains or sampling.temperature:
+        yield f"num_beams: {num_beams} with what only sampling keeps to"
+    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        yield f"num_beams: {num_beams} with log-probabilities"
+    if len(sampling.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
+        yield f"stop_token_ids: {len(sampling.stop_token_ids)} with num_beams {num_beams}"
 
 
 def _sampling(sampling: SamplingParams) -> Iterator[str]:

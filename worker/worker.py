@@ -237,8 +237,8 @@ class Worker:
         """What this worker holds now."""
         scheduler, index = self.engine.scheduler, self.engine.pool.index
         load = LoadReport(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - scheduler.num_swapped,
+            num_running=scheduler.num_active,
+            num_waiting=scheduler.num_waiting,
             num_swapped=scheduler.num_swapped,
             queued_tokens=scheduler.num_queued_tokens,
             num_blocks=self.engine.pool.num_blocks,

@@ -64,7 +64,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--early-stopping",
-        choices=list(EarlyStopping),
+        choices=[when.value for when in EarlyStopping],
         help="of beams: over as soon as N outputs have ended; with false when none of the present "
         f"length is better, with never when none could be (default: {_DEFAULTS.early_stopping})",
     )

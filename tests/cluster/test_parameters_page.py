@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.cluster import sampling_fields
 from kvferry.cluster.cli.sampling_flags import add_sampling
-from kvferry.engine.request import MAX_BEAMS, SamplingParams
+from kvferry.engine.request import MAX_BEAM_STOP_TOKEN_IDS, MAX_BEAMS, SamplingParams
 from kvferry.protos import kvferry_pb2 as pb
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
@@ -56,6 +56,6 @@ def test_the_bounds_in_number_are_the_code_s() -> None:
     assert rows()["bad_words"][1] == f"{sampling_fields.MAX_BAD_WORDS} strings of {length}"
     assert f"at most {sampling_fields.MAX_LOGIT_BIASES}" in rows()["logit_bias"][1]
     assert rows()["num_beams"][1] == f"1 to {MAX_BEAMS}"
-    assert f"At most {sampling_fields.MAX_BEAM_STOP_TOKEN_IDS} `stop_token_ids`" in PAGE.read_text()
+    assert f"At most {MAX_BEAM_STOP_TOKEN_IDS} `stop_token_ids`" in PAGE.read_text()
     for name in ("logprobs", "prompt_logprobs"):
         assert rows()[name][1] == f"0 to {sampling_fields.MAX_LOGPROBS}"

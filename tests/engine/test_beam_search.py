@@ -45,7 +45,7 @@ def search(
         num_beams,
         len(eos),
         max_tokens,
-        lambda ids: ids[-1] in eos or len(ids) == max_tokens,
+        lambda index, token_id: token_id in eos or index + 1 == max_tokens,
         length_penalty,
         early_stopping,
     )

@@ -103,7 +103,7 @@ def narrowest(model: Any, spec: RequestSpec) -> float:
         NUM_BEAMS,
         1,
         NUM_TOKENS,
-        lambda output: output[-1] == eos or len(output) == NUM_TOKENS,
+        lambda index, token_id: token_id == eos or index + 1 == NUM_TOKENS,
         early_stopping=EarlyStopping.TRUE,
     )
     least = float("inf")

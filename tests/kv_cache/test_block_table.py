@@ -61,16 +61,6 @@ def test_a_table_holds_the_blocks_that_its_tokens_fill_and_no_more(
     assert kv.pool.num_free == 8 - blocks
 
 
-def test_look_ahead_slots_are_allocated_and_kept() -> None:
-    kv = manager()
-    table = BlockTable(4)
-    kv.allocate(table, 0, 3, num_lookahead_tokens=2)
-    assert len(table.block_ids) == 2
-    before = list(table.block_ids)
-    kv.allocate(table, 3, 5)
-    assert table.block_ids == before
-
-
 def test_a_table_that_cannot_grow_is_left_as_it_was() -> None:
     kv = manager(num_blocks=3)
     table = grown(kv, 6)

@@ -126,18 +126,18 @@ class PoolMachine(RuleBasedStateMachine):
     def complete(self) -> list[Request]:
         return [request for request in self.held if request.complete]
 
-    def append(self, request: Request, count: int, look_ahead: int = 0) -> bool:
+    def append(self, request: Request, count: int) -> bool:
         """Write ``count`` more positions; False, and nothing done, if the pool is too full."""
         table, start = request.table, len(request.tokens)
         before = list(table.block_ids), self.free_blocks()
-        copies = self.kv.allocate(table, start, start + count, look_ahead)
+        copies = self.kv.allocate(table, start, start + count)
         if copies is None:
-            wanted = max(0, -(-(start + count + look_ahead) // self.size) - len(before[0]))
+            wanted = max(0, -(-(start + count) // self.size) - len(before[0]))
             tail_shared = start % self.size and self.users(before[0][start // self.size]) > 1
             assert wanted + bool(tail_shared and count) > before[1], "refused, yet it would fit"
             assert (table.block_ids, self.free_blocks()) == before
             return False
-        wanted = -(-(start + count + look_ahead) // self.size)
+        wanted = -(-(start + count) // self.size)
         assert len(table.block_ids) == max(wanted, len(before[0]))
         for source, target in copies:
             self.memory[target] = list(self.memory[source])
@@ -150,14 +150,14 @@ class PoolMachine(RuleBasedStateMachine):
         return True
 
     @precondition(lambda self: len(self.held) < MOST_REQUESTS)
-    @rule(count=st.integers(1, 7), look_ahead=st.sampled_from([0, 0, 0, 1, 2]))
-    def begin(self, count: int, look_ahead: int) -> None:
-        self.append(self.hold(BlockTable(self.size), [], self.chain()), count, look_ahead)
+    @rule(count=st.integers(1, 7))
+    def begin(self, count: int) -> None:
+        self.append(self.hold(BlockTable(self.size), [], self.chain()), count)
 
     @precondition(lambda self: self.complete())
-    @rule(number=picks, count=st.integers(1, 3), look_ahead=st.sampled_from([0, 0, 0, 1, 2]))
-    def grow(self, number: int, count: int, look_ahead: int) -> None:
-        self.append(pick(self.complete(), number), count, look_ahead)
+    @rule(number=picks, count=st.integers(1, 3))
+    def grow(self, number: int, count: int) -> None:
+        self.append(pick(self.complete(), number), count)
 
     @precondition(lambda self: self.complete())
     @rule(number=picks, partial=st.booleans())

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cluster.routed_request import RoutedRequest
+from kvferry.engine.batch import RunnerOutput, SchedulerOutput
 from kvferry.engine.request import EarlyStopping, InvalidRequest, RequestId, RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.worker import messages as m
@@ -196,22 +197,30 @@ def test_once_the_search_has_begun_its_prefill_worker_may_die() -> None:
     assert request.num_attempts == 1 and listener.tokens
 
 
-def test_a_hand_off_without_the_likeliest_tokens_is_refused() -> None:
+@pytest.mark.parametrize("num_left", [0, 1, 7])
+def test_a_hand_off_without_all_the_likeliest_tokens_is_refused(num_left: int) -> None:
     cluster = started(caching=False)
 
     def strip(envelope: Envelope) -> tuple[int, ...]:
         body: Any = envelope.body
-        if isinstance(body, m.Announce) and body.hand_off is not None and body.hand_off.logprobs:
-            bare = replace(body, hand_off=replace(body.hand_off, logprobs=()))
+        if isinstance(body, m.Announce) and body.hand_off is not None and not stripped(body):
+            (entry,) = body.hand_off.logprobs
+            ids, logprobs = entry.top_ids[:num_left], entry.top_logprobs[:num_left]
+            fewer = (replace(entry, top_ids=ids, top_logprobs=logprobs),)
+            bare = replace(body, hand_off=replace(body.hand_off, logprobs=fewer))
             cluster.in_flight.append((cluster.clock.now, replace(envelope, body=bare)))
             return ()
         return (0,)
+
+    def stripped(body: m.Announce) -> bool:
+        assert body.hand_off is not None
+        return len(body.hand_off.logprobs[0].top_ids) == num_left
 
     cluster.filter = strip
     listener = cluster.submit(search("r", range(9), 6))
     cluster.run_until_ended()
     (end,) = listener.ends
-    assert "without the likeliest tokens" in str(end.error)
+    assert f"hand-off with [{num_left}] of the" in str(end.error)
     assert_clean(cluster)
 
 
@@ -219,3 +228,97 @@ def test_several_branches_of_a_search_are_refused() -> None:
     cluster = started()
     with pytest.raises(InvalidRequest, match="num_beams: 4 of several"):
         cluster.submit(replace(search("r", range(9), 6), suffixes=((), ()), branches=(0, 1)))
+
+
+def test_beams_stand_in_line_where_their_search_does() -> None:
+    """Who came later neither overtakes the search nor makes it give up its blocks first."""
+    cluster = started(decode_blocks=24, caching=False)
+    listener = cluster.submit(search("search", range(60, 69), 40, stops=range(0)))
+    assert cluster.router is not None
+    request = cluster.router.requests[RequestId("search")]
+    scheduler = cluster.named("decode").worker.engine.scheduler
+    assert cluster.run(5, lambda: len(scheduler.sequences) == 4)
+    younger: list[RoutedRequest] = []
+    while not listener.ends:
+        if sum(each.end is None for each in younger) < 8:
+            spec = stub_spec(f"younger{len(younger)}", range(7 * len(younger), 900, 190), 12)
+            cluster.submit(spec)
+            younger.append(cluster.router.requests[spec.request_id])
+        cluster.advance()
+        mine = [s.is_beam for s in scheduler.running]
+        assert mine == sorted(mine, reverse=True), "a younger one stands before a beam"
+    cluster.run_until_ended()
+    cluster.assert_exact()
+    assert sum(each.num_preemptions for each in younger) > 0
+    assert request.num_preemptions <= 4, "only for what beams need themselves"
+
+
+def test_the_word_that_a_search_has_begun_may_be_lost() -> None:
+    cluster = started(decode_blocks=400)
+    lost: list[Envelope] = []
+
+    def lose_first(envelope: Envelope) -> tuple[int, ...]:
+        if isinstance(envelope.body, m.TokenEvents) and not lost:
+            lost.append(envelope)
+            return ()
+        return (0,)
+
+    cluster.filter = lose_first
+    cluster.submit(search("r", range(60, 83), 100, stops=range(0)))
+    assert cluster.router is not None
+    request = cluster.router.requests[RequestId("r")]
+    prefill = cluster.named("prefill")
+    assert cluster.run(5, lambda: bool(lost))
+    assert cluster.run(3, lambda: request.prefill is None), "the lists say it again"
+    assert cluster.run(1, lambda: prefill.prefill is not None and not prefill.prefill.jobs)
+    cluster.kill(prefill)
+    cluster.run_until_ended(120)
+    cluster.assert_exact()
+    assert request.num_attempts == 1
+
+
+@pytest.mark.parametrize("num_branches", [1, 2])
+def test_a_copy_that_fails_ends_its_request_alone(num_branches: int) -> None:
+    cluster = started()
+    decode = cluster.named("decode")
+    execute = decode.runner.execute
+    failed: list[SchedulerOutput] = []
+
+    def fail_once(output: SchedulerOutput) -> RunnerOutput:
+        if output.copies and not output.sequences and not failed:
+            failed.append(output)
+            raise ArithmeticError("the copy failed")
+        result: RunnerOutput = execute(output)
+        return result
+
+    decode.runner.execute = fail_once
+    spec = search("r", range(60, 69), 9)
+    if num_branches > 1:
+        spec = stub_spec("r", range(60, 69), 9, num_branches=num_branches)
+    cluster.submit(spec)
+    assert cluster.router is not None
+    request = cluster.router.requests[RequestId("r")]
+    cluster.submit(stub_spec("other", range(5), 9))
+    cluster.run_until_ended()
+    cluster.assert_exact()
+    assert failed and request.num_attempts == 2
+    assert decode.worker.engine.num_failed_steps == 1
+    assert_clean(cluster)
+
+
+def test_what_a_search_looks_for_again_is_no_reuse() -> None:
+    cluster = started(decode_blocks=7)
+    serve(cluster, search("r", range(20, 29), 14, stops=range(0)))
+    kv = cluster.named("decode").worker.engine.kv
+    assert (kv.queried_tokens, kv.hit_tokens_local, kv.hit_tokens_moved) == (9, 0, 0)
+
+
+def test_parked_beams_do_not_count_as_running() -> None:
+    cluster = started(scheduler=SchedulerConfig(2, 32, 8, watermark=0.0))
+    cluster.submit(search("r", range(20, 29), 14, num_beams=8, stops=range(0)))
+    worker = cluster.named("decode").worker
+    most = 0
+    while not cluster.listeners["r"].ends:
+        cluster.advance()
+        most = max(most, worker.load().num_running)
+    assert most == 8, "each that has a token to compute"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from kvferry.worker.reports import CacheCounters
 from tests.fakes import stub_spec
 from tests.sim.cluster import SimCluster
@@ -75,3 +77,19 @@ def test_preemptions_and_what_is_computed_again_are_counted_by_reason() -> None:
     cluster.run_until_ended()
     cluster.assert_exact()
     assert counted(cluster, "prefill").recomputed_tokens_recovery > 0
+
+
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_what_a_death_makes_computed_again_is_counted_for_every_branch(num_branches: int) -> None:
+    cluster = started(num_decode=2, decode_blocks=100, prefill_blocks=100)
+    cluster.submit(stub_spec("r", range(60, 69), 40, num_branches=num_branches))
+    listener = cluster.listeners["r"]
+    assert cluster.run(20, lambda: len(listener.tokens) >= 20)
+    (serving,) = [w for w in cluster.workers if w.decode is not None and w.decode.legs]
+    cluster.kill(serving)
+    delivered = sum(map(len, listener.branches.values()))
+    cluster.run_until_ended()
+    cluster.assert_exact()
+    alive = [w.worker.engine.scheduler.counters for w in cluster.workers if w.alive]
+    counted = sum(counters.recomputed_tokens_recovery for counters in alive)
+    assert counted >= delivered, "the prompt is here, cached; what was delivered is not"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -278,3 +279,32 @@ def test_transfer_time_is_that_of_the_copies() -> None:
     assert request.decode_stats is not None and request.decode_stats.transfer is not None
     assert (request.decode_stats.transfer.transfer_s or 0.0) >= 0.25
     assert (request.decode_stats.decode_wait_s or 0.0) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("requests", "num_branches", "settings"),
+    [
+        (
+            [(18, 1), (9, 5), (17, 1), (16, 2), (8, 1), (14, 4)],
+            1,
+            {"decode_blocks": 48, "block_size": 1, "scheduler": SchedulerConfig(4, 32, 3, 0.5)},
+        ),
+        (
+            [(7, 3), (5, 3), (7, 5), (5, 7), (7, 9), (6, 1)],
+            8,
+            {"decode_blocks": 16, "scheduler": SchedulerConfig(32, 288, 256, 0.01)},
+        ),
+    ],
+)
+def test_requests_do_not_go_from_one_full_worker_to_the_other_for_ever(
+    requests: list[tuple[int, int]], num_branches: int, settings: dict[str, Any]
+) -> None:
+    """Free blocks are not always room: the watermark and branches' own blocks want some."""
+    cluster = SimCluster(num_decode=2, prefill_blocks=256, audit_every_step=False, **settings)
+    cluster.run(1.5)
+    for number, (length, max_tokens) in enumerate(requests):
+        prompt = range(number * 40, number * 40 + length)
+        cluster.submit(stub_spec(f"r{number}", prompt, max_tokens, num_branches=num_branches))
+    cluster.run_until_ended(30)
+    cluster.assert_exact()
+    assert cluster.sent["Reserve"] < 60, "a wait is a wait"
