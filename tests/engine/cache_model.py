@@ -32,6 +32,7 @@ class Group:
     eager: bool
     num_beams: int = 1
 
+
 @dataclass(eq=False)
 class Record:
     """What one sequence must be.
