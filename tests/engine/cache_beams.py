@@ -132,14 +132,15 @@ class BeamHouse(CacheHouse):
     # --- outside the pool -----------------------------------------------------------------------
 
     @precondition(lambda self: self.host is not None and self.host.num_files)
-    @rule(number=picks, fault=st.sampled_from(["damaged", "mended", "lost"]))
+    @rule(number=picks, fault=st.sampled_from(["lost", "damaged", "lost", "mended"]))
     def disturb_disk(self, number: int, fault: str) -> None:
-        """A file cannot be read or written any more, or can again; or it is gone."""
+        """Files that are there are lost, or cannot be read or written any more, or can again."""
         assert self.host is not None
-        file, host = number % self.host.num_files, self.host
-        if fault == "lost":
-            self.turn(lambda: host.contents.pop(("file", file), None))
-        elif fault == "damaged":
-            self.turn(lambda: host.damaged.add(file))
-        else:
+        host = self.host
+        there = [place for place in host.contents if place[0] == "file"]
+        if fault == "mended" or not there:
             self.turn(host.damaged.clear)
+        elif fault == "lost":
+            self.turn(lambda: host.contents.pop(pick(there, number)))
+        else:
+            self.turn(lambda: host.damaged.add(pick(there, number)[1]))

@@ -84,9 +84,9 @@ class HostModel:
             case Spill(key, slot, file):
                 return self._spill(self._name(key), ("slot", slot), ("file", file))
             case Load(key, slot, block_id):
-                return self._restore(self._name(key), ("slot", slot), block_id)
+                return self._restore(key, ("slot", slot), block_id)
             case Read(key, file, block_id):
-                return self._restore(self._name(key), ("file", file), block_id)
+                return self._restore(key, ("file", file), block_id)
             case Forget(file):
                 self._vacate(("file", file))
                 self.contents.pop(("file", file), None)
@@ -120,9 +120,9 @@ class HostModel:
         self.contents[file] = self.contents[slot]
         return True
 
-    def _restore(self, name: Name, place: Place, block_id: int) -> bool:
-        """Whatever is restored is what was off-loaded, and belongs where it goes."""
-        model = self._model
+    def _restore(self, key: HostKey, place: Place, block_id: int) -> bool:
+        """Whatever is restored is what was off-loaded, belongs where it goes, and is kept."""
+        model, name = self._model, self._name(key)
         (record,) = model.holders(block_id)
         index = record.table.block_ids.index(block_id)
         own = (record.number, index)
@@ -136,6 +136,8 @@ class HostModel:
             self._stopped.append(record)
             return False
         assert self.kept[name].place == place, "another content lies there"
+        entry = self._tier.find(key)
+        assert entry is not None and record.key in entry.owners, "not kept until it has computed"
         content, cells = self.contents[place], self.kept[name].cells
         assert content[: len(cells)] == cells, "restored, yet another's"
         model.fill(block_id, content)

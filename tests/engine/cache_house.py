@@ -79,7 +79,7 @@ class CacheHouse(RuleBasedStateMachine):
         chunk=st.sampled_from([16, 1, 3, 8]),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         may_lose=st.booleans(),
-        host=st.sampled_from([None, (12, 0), None, (1, 4), (3, 0), (2, 16), (1, 0), (1, 1)]),
+        host=st.sampled_from([None, (1, 16), (12, 0), None, (2, 8), (3, 0), (1, 1), (1, 8)]),
         caching=st.booleans(),
         decisions=st.lists(st.booleans(), max_size=2),
     )
