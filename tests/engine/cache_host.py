@@ -180,6 +180,12 @@ class HostModel:
 
     def end_stopped(self) -> None:
         """Who was to begin with lost blocks waits again, and keeps what is left if it was his."""
+        for record in self._model.records.values():
+            sequence = record.sequence
+            if record.num_swapped and sequence is not None and not sequence.num_swapped_tokens:
+                # Lost by another's read while room was made for it: it was told of no copy.
+                assert record.lost_some and not record.holding and record.fresh
+                record.let_go()
         for record in self._stopped:
             self._model.seen["stopped for lost blocks"] += 1
             if not (record.num_swapped and record.holding):
