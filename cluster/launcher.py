@@ -33,6 +33,7 @@ from kvferry.worker.build import WorkerSettings
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
 
+LEAST_ROUTER_SILENCE_S = 1.5  # a router that tokenizes a long prompt answers late
 READY_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
 LAST_CALL_S = 2.0  # for a router or workers to end by themselves, after that
@@ -120,6 +121,7 @@ class Cluster:
                 for (actor, _), description in zip(started, workers, strict=True)
             ],
             router,
+            max(LEAST_ROUTER_SILENCE_S, self._config.router.heartbeat_timeout),
         )
         self._supervision.start()
         progress("ready")

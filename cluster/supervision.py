@@ -6,7 +6,7 @@ side is never restarted. What is due, and when, ``cluster.supervisor`` decides; 
 Ray and the router. It never waits for one process while another needs it.
 
 Detection: Ray tells that a process has died; the router tells, from its own heartbeats, that a
-worker is silent; a router that does not answer for ``ROUTER_PATIENCE_S`` is taken for dead.
+worker is silent; a router that does not answer for as long is taken for dead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvferry.worker.messages import NodeRef
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
-ROUTER_PATIENCE_S = 1.7  # with the periods around it a death is declared within 2 s
+ANSWER_S = 0.2  # that a router's answer may take beside the limit of silence
 ROUTER_START_S = 60.0  # a new router that has not come by then is given up for another
 
 
@@ -111,10 +111,21 @@ class Starts:
 
 
 class Supervision:
-    """See the module. ``stop`` ends the watching, not the processes."""
+    """See the module. ``stop`` ends the watching, not the processes.
 
-    def __init__(self, starts: Starts, workers: list[RunningWorker], router: RunningRouter) -> None:
+    Args:
+        silence_limit: seconds after which a router that does not answer is taken for dead.
+    """
+
+    def __init__(
+        self,
+        starts: Starts,
+        workers: list[RunningWorker],
+        router: RunningRouter,
+        silence_limit: float,
+    ) -> None:
         self._starts = starts
+        self._patience_s = silence_limit + ANSWER_S
         self._supervisor = Supervisor()
         self._workers = {w.description.member.ref.node_id: w for w in workers}
         self._router = router
@@ -252,7 +263,7 @@ class Supervision:
             self._asked, self._asked_at = self._router.actor.lost_workers.remote(), now
             return
         if not _is_done(self._asked):
-            if now - self._asked_at > ROUTER_PATIENCE_S:
+            if now - self._asked_at > self._patience_s:
                 self._restart_router(f"it has not answered for {now - self._asked_at:.1f} s")
             return
         asked, self._asked = self._asked, None
@@ -290,7 +301,7 @@ class Supervision:
         try:
             ray.get(pending, timeout=0)
             whereabouts = actor.whereabouts.remote(node_id)
-            found = RunningRouter(actor, *ray.get(whereabouts, timeout=ROUTER_PATIENCE_S))
+            found = RunningRouter(actor, *ray.get(whereabouts, timeout=self._patience_s))
         except ray.exceptions.RayError as error:  # GetTimeoutError too
             logger.error("the router did not start, trying again: %r", error)
             ray.kill(actor)

@@ -132,16 +132,12 @@ class Offloading:
         return False
 
     def restore(self, keys: Sequence[HostKey], block_ids: Sequence[int]) -> None:
-        """Copy contents that were found into blocks of the pool.
-
-        One that has turned out since to be unreadable, for another that found it, is lost.
+        """Copy contents that were found into blocks of the pool. Making room for them may have
+        shown that one cannot be had (a file was to be read or written): its block is lost.
         """
-        for key, block_id in zip(keys, block_ids, strict=True):
-            if self.tier.find(key) is None:
-                self._lost.add(block_id)
-                self.counters.host_lost_blocks += 1
-            else:
-                self._pending.extend(self.tier.restore([key], [block_id]))
+        here = {key: b for key, b in zip(keys, block_ids, strict=True) if self.tier.find(key)}
+        self._lost.update(set(block_ids) - set(here.values()))
+        self._pending.extend(self.tier.restore(list(here), list(here.values())))
 
     def release(self, sequence: SequenceState) -> None:
         """The sequence needs nothing of what it holds here. Nothing if it holds nothing."""

@@ -53,16 +53,23 @@ class PrefixReuse:
         prefix = Prefix()
         if _may_reuse(sequence):
             prefix = self._kv.find_prefix(sequence.hashes, sequence.token_ids)
-        if self._offloading is not None:
-            whole = self._kv.whole_blocks(prefix)
-            host, end = self._offloading.find(sequence, len(whole.block_ids))
-            if end > prefix.num_tokens:
-                return self._with(sequence, whole, host, end)
+        whole = self._kv.whole_blocks(prefix)
+        host, end = self._outside(sequence, whole)
+        if end > prefix.num_tokens:
+            return self._with(sequence, whole, host, end)
         beginning = self._with(sequence, prefix)
         if prefix.block_ids and beginning.num_blocks > beginning.num_available:
-            # The copy may be what is too much: computing one block more needs none.
-            beginning = self._with(sequence, self._kv.without_last_block(prefix))
+            # The copy may be what is too much. What its source holds is copied back from the host
+            # tier if it is there too, or computed: either needs no block more.
+            shorter = self._kv.without_last_block(prefix)
+            beginning = self._with(sequence, shorter, *self._outside(sequence, shorter))
         return beginning
+
+    def _outside(self, sequence: SequenceState, whole: Prefix) -> tuple[tuple[HostKey, ...], int]:
+        """What follows whole blocks in the host tier, and up to which position."""
+        if self._offloading is None:
+            return (), whole.num_tokens
+        return self._offloading.find(sequence, len(whole.block_ids))
 
     def _with(
         self,

@@ -14,23 +14,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from kvferry.engine.engine import Engine
+from kvferry.engine.offload import Offloading
 from kvferry.engine.request import Attempt, RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
-from kvferry.engine.sequence import SequenceProgress
+from kvferry.engine.sequence import SequenceProgress, SequenceStatus
 from kvferry.kv_cache.audit import BlockClass, audit
 from kvferry.kv_cache.block_pool import BlockPool, BlockState
 from kvferry.kv_cache.block_table import BlockTable
+from kvferry.kv_cache.hashing import HashChain
+from kvferry.kv_cache.host_tier import HostTier
 from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.leases import LeaseKey, LeaseTable
-from tests.engine.cache_cells import Cells
+from tests.engine.cache_cells import VOCABULARY, Cells
+from tests.engine.cache_host import HostModel
 from tests.engine.cache_leases import LeaseBook
 from tests.engine.cache_model import CacheModel, Pin, Record
-from tests.engine.cache_runner import MachineOwner, MemoryRunner, notice_preemptions
+from tests.engine.cache_runner import MachineOwner, MemoryRunner
+from tests.engine.dict_mover import WaveringCosts
 
 Item = TypeVar("Item")
 MODEL = "cells@1"
 STALL_LIMIT_S = 5.0
+MOST_RECORDS = 7  # beams not counted
 MOST_STEPS_TO_THE_END = 400
+picks = st.integers(0, 63)  # which of a list, modulo its length
+tails = st.lists(st.integers(0, VOCABULARY - 1), max_size=9)
+sures = st.sampled_from([False, False, False, True])  # what ends much happens less often
+salts = st.sampled_from(["", "", "", "", "tenant"])
 
 
 class Enough(KeyboardInterrupt):
@@ -39,6 +49,10 @@ class Enough(KeyboardInterrupt):
 
 def pick(items: list[Item], number: int) -> Item:
     return items[number % len(items)]
+
+
+def has_room(machine: CacheHouse) -> bool:
+    return sum(record.group is None for record in machine.records) < MOST_RECORDS
 
 
 class CacheHouse(RuleBasedStateMachine):
@@ -65,6 +79,9 @@ class CacheHouse(RuleBasedStateMachine):
         chunk=st.sampled_from([16, 1, 3, 8]),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         may_lose=st.booleans(),
+        host=st.sampled_from([None, (1, 16), (12, 0), None, (2, 8), (3, 0), (1, 1), (1, 8)]),
+        caching=st.booleans(),
+        decisions=st.lists(st.booleans(), max_size=2),
     )
     def start(
         self,
@@ -75,6 +92,9 @@ class CacheHouse(RuleBasedStateMachine):
         chunk: int,
         watermark: float,
         may_lose: bool,
+        host: tuple[int, int] | None,
+        caching: bool,
+        decisions: list[bool],
     ) -> None:
         self.size, unit = sizes
         self.model = CacheModel(num_blocks, self.size, Cells(MODEL, unit))
@@ -82,10 +102,12 @@ class CacheHouse(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks, self.model.publish, PrefixIndex())
         config = SchedulerConfig(seats, budget, chunk, watermark)
         self.runner = MemoryRunner(self.model, config)
-        self.owner = MachineOwner(self.model, self.lease_sealed, self.over)
+        self.owner = MachineOwner(self.model, self.lease_sealed, self.over, self.on_parked)
         self.now = 0.0
+        self.host: HostModel | None = None
+        offloading = self.outside(host, caching, decisions) if host is not None else None
         self.engine = Engine(
-            config, self.runner, self.pool, self.size, MODEL, lambda: self.now, unit
+            config, self.runner, self.pool, self.size, MODEL, lambda: self.now, unit, offloading
         )
         self.kv = self.engine.kv
         self.leases, self.book = LeaseTable(STALL_LIMIT_S), LeaseBook(STALL_LIMIT_S)
@@ -95,6 +117,14 @@ class CacheHouse(RuleBasedStateMachine):
         self.history: list[list[int]] = [[]]
         self.ending: list[Record] = []
         self.holds = True
+
+    def outside(self, places: tuple[int, int], caching: bool, decisions: list[bool]) -> Offloading:
+        """A host tier of so many slots and files."""
+        tier, self.host_caches = HostTier(*places, caching), caching
+        self.host = self.runner.host = HostModel(self.model, tier)
+        self.model.lazy = True
+        costs = WaveringCosts([*decisions, True])
+        return Offloading(tier, self.host, self.size, lambda: self.now, costs)
 
     @property
     def records(self) -> list[Record]:
@@ -116,8 +146,14 @@ class CacheHouse(RuleBasedStateMachine):
     def uncounted(self, action: Callable[[], object]) -> None:
         self.holds = False
         self.model.begin_turn()
+        if self.host is not None:
+            self.host.begin_turn()
         action()
-        notice_preemptions(self.model)
+        self.model.spoil()
+        self.model.notice_preemptions()
+        if self.host is not None:
+            self.host.end_stopped()
+            self.host.check()
         self.check()
         self.model.end_turn()
         self.holds = True
@@ -147,15 +183,22 @@ class CacheHouse(RuleBasedStateMachine):
             max_tokens=record.max_tokens,
             seed=record.number,
             prompt_logprobs=None if record.reuses else 0,
+            num_beams=2 if record.group is not None else 1,
         )
+        name = f"r{record.number}" if record.group is None else f"beams{record.group.number}"
         return RequestSpec(
-            RequestId(f"r{record.number}"),
+            RequestId(name),
             tuple(record.tokens[: record.num_prompt]),
             sampling=sampling,
             cache_salt=record.salt,
         )
 
-    def submit(self, record: Record, copies: list[tuple[int, int]] | None = None) -> None:
+    def submit(
+        self,
+        record: Record,
+        copies: list[tuple[int, int]] | None = None,
+        hashes: HashChain | None = None,
+    ) -> None:
         """Hand a record to the engine, with the positions that it holds."""
         record.uncopied = {target: source for source, target in copies or []}
         record.told = len(record.held) // self.size * self.size
@@ -166,15 +209,22 @@ class CacheHouse(RuleBasedStateMachine):
             Attempt(1, 1),
             self.owner,
             table=record.table,
+            hashes=hashes,
             output_token_ids=tuple(record.tokens[record.num_prompt :]),
             num_computed_tokens=len(record.held),
             copies=copies or [],
             prefill_only=record.prefill_only,
+            beam=record.beam if record.group is not None else None,
         )
+        self.model.every[record.sequence.key] = record
 
     def over(self, record: Record) -> None:
         """The engine frees it when this returns."""
+        record.let_go()
         self.ending.append(record)
+
+    def on_parked(self, record: Record) -> None:
+        """A beam has computed, and waits for what its owner chooses."""
 
     def bury(self, record: Record) -> None:
         """Whoever has ended holds nothing."""
@@ -184,6 +234,7 @@ class CacheHouse(RuleBasedStateMachine):
 
     def drop(self, record: Record) -> None:
         """End a record in any state, twice, and with it the lease that it is still computed for."""
+        record.let_go()
         for _ in range(2):
             if record.sequence is None:
                 self.kv.free(record.table)
@@ -248,6 +299,10 @@ class CacheHouse(RuleBasedStateMachine):
         if record.sequence is not None:
             assert record.sequence.token_ids == record.tokens
             assert record.sequence.num_computed_tokens == len(record.held)
+            assert record.sequence.parked == record.parked
+            assert record.sequence.num_swapped_tokens == record.num_swapped
+            swapped = record.sequence.status is SequenceStatus.SWAPPED
+            assert not swapped or (record.num_swapped and not record.table.block_ids)
         assert not record.sequence or record.sequence.table is record.table
         for position, cell in record.held.items():
             (slot,) = record.table.slot_mapping(position, 1)
@@ -298,13 +353,19 @@ class CacheHouse(RuleBasedStateMachine):
             if not self.engine.has_work:
                 break
             self.uncounted(self.step_engine)
+            self.uncounted(self.go_on_all)
             for key in list(self.book.open):
                 self.end_lease(key)
         self.holds = False
         assert not self.engine.has_work and not self.records, "somebody waits for ever"
         whole = len(self.model.memory) - len(self.model.lost)
         assert self.pool.num_free == whole and not self.model.owned()
+        if self.host is not None:
+            assert not self.host.kept or self.host_caches
         self.holds = True
+
+    def go_on_all(self) -> None:
+        """Nothing waits for whoever chooses."""
 
     def leave(self) -> None:
         """No read arrives any longer, no lease goes on."""

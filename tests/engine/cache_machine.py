@@ -1,9 +1,11 @@
-"""Pool, index, tables, scheduler and leases under everything that may happen to them.
+"""Pool, index, tables, scheduler, host tier and leases under everything that may happen to them.
 
 The machine plays the roles and the runner: requests come by themselves, join with blocks read from
-a peer, or fork; steps are computed, fail and are interrupted; blocks are pinned under leases that
-are acknowledged, end or expire. After every step each sequence is read back through its table, and
-pool, index, leases and audit are held against dictionaries (``cache_model``).
+a peer, fork, or search beams; steps are computed, fail and are interrupted; blocks are pinned under
+leases that are acknowledged, end or expire; KV is off-loaded and restored where there is a host
+tier, whose files are lost and damaged. After every step each sequence is read back through its
+table, and pool, index, tier, leases and audits are held against dictionaries (``cache_model``,
+``cache_host``).
 
     python -m tests.engine.cache_machine --seed 5 --examples 1000     looks for new ways
 """
@@ -23,23 +25,14 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvferry.kv_cache.block_table import Prefix
 from kvferry.kv_transfer.leases import LeaseKey
-from tests.engine.cache_cells import VOCABULARY
-from tests.engine.cache_house import CacheHouse, Enough, pick
+from tests.engine.cache_beams import BeamHouse
+from tests.engine.cache_house import CacheHouse, Enough, has_room, pick, picks, salts, sures, tails
 from tests.engine.cache_model import Read, Record
 
-MOST_RECORDS = 7
 STEPS_PER_EXAMPLE = 50
-picks = st.integers(0, 63)  # which of a list, modulo its length
-tails = st.lists(st.integers(0, VOCABULARY - 1), max_size=9)
-sures = st.sampled_from([False, False, False, True])  # what ends much happens less often
-salts = st.sampled_from(["", "", "", "", "tenant"])
 
 
-def has_room(machine: CacheMachine) -> bool:
-    return len(machine.records) < MOST_RECORDS
-
-
-class CacheMachine(CacheHouse):
+class CacheMachine(BeamHouse):
     """See the module."""
 
     # --- requests ---------------------------------------------------------------------------
@@ -100,7 +93,8 @@ class CacheMachine(CacheHouse):
         self.seen["forked"] += 1
 
     def forkable(self) -> list[Record]:
-        return [r for r in self.scheduled if r.held and not r.prefill_only and not r.uncopied]
+        sharing = [r for r in self.scheduled if not r.prefill_only and r.group is None]
+        return [r for r in sharing if r.held and not r.uncopied]
 
     def share(self, parent: Record, record: Record, num_tokens: int) -> None:
         table, computed = parent.table, len(parent.held)
@@ -311,16 +305,14 @@ class CacheMachine(CacheHouse):
         """Now and then everything that nobody holds is forgotten."""
         if sure:
             self.turn(self.clear)
+            if self.host is not None:
+                self.turn(self.host.clear_cache)
 
     def clear(self) -> None:
         cached = self.model.found_blocks() - self.model.owned()
         assert self.pool.clear_cache() == len(cached)
         for block_id in cached:
             self.model.forget(block_id)
-
-    # --- off-load and restore ---------------------------------------------------------------
-    # Their rules stand here once there is a tier outside the pool: the model then keeps a second
-    # dictionary, block to content, and ``Record.uncopied`` names restored blocks not yet filled.
 
 
 def run(

@@ -7,14 +7,30 @@ what is where, what can be found and what is taken next it works out by itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.engine.sequence import SequenceState
+from kvferry.engine.sequence import SequenceKey, SequenceState
 from kvferry.kv_cache.audit import Owner, OwnerKind
 from kvferry.kv_cache.block_table import BlockTable
 from kvferry.kv_transfer.leases import LeaseKey
 from tests.engine.cache_cells import Cells
+
+Name = bytes | tuple[int, int]
+"""Of a content outside the pool: a whole block's chain value, or a record and a place in it."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Beams of one request.
+
+    Attributes:
+        eager: they are chosen as soon as all have computed, within the step.
+    """
+
+    number: int
+    eager: bool
+    num_beams: int = 1
 
 
 @dataclass(eq=False)
@@ -30,6 +46,11 @@ class Record:
         reading: indexes of blocks that a read still writes.
         uncopied: block of its table to the block whose content it is yet to get.
         told: positions that its owner was told of.
+        group, beam: if it is a beam, of which request, and which of its beams.
+        parked: a beam whose tokens are computed, and whose next one nobody has chosen.
+        num_swapped: positions that were off-loaded when it was preempted, until it computes again.
+        holding: contents outside the pool that are kept for it.
+        lost_some: of what was kept for it something could not be had.
     """
 
     number: int
@@ -49,6 +70,22 @@ class Record:
     uncopied: dict[int, int] = field(default_factory=dict)
     told: int = 0
     lease: LeaseKey | None = None
+    group: Group | None = None
+    beam: int = 0
+    parked: bool = False
+    num_swapped: int = 0
+    holding: set[Name] = field(default_factory=set)
+    lost_some: bool = False
+
+    @property
+    def key(self) -> SequenceKey | None:
+        """By what the product knows it."""
+        return self.sequence.key if self.sequence is not None else None
+
+    def let_go(self) -> None:
+        """Nothing outside the pool is kept for it."""
+        self.num_swapped, self.lost_some = 0, False
+        self.holding.clear()
 
 
 @dataclass(frozen=True)
@@ -83,6 +120,8 @@ class CacheModel:
         fresh_lives: blocks that began a life in this turn.
         cached_since: turn in which a block that nobody holds was last used.
         alone_in: the one sequence, and the place in it, that last held a block.
+        every: all records that the product ever knew, by its key.
+        lazy: a new life's old content stays until something is computed: it may yet be copied.
         seen: what has happened how often.
     """
 
@@ -95,6 +134,9 @@ class CacheModel:
         self.findable: dict[bytes, tuple[int, int, int]] = {}
         self.findable_before = self.findable
         self.records: dict[int, Record] = {}
+        self.every: dict[Hashable, Record] = {}
+        self.lazy = False
+        self.spoilt: set[int] = set()
         self.pins: list[Pin] = []
         self.reads: list[Read] = []
         self.lost: set[int] = set()
@@ -155,7 +197,15 @@ class CacheModel:
         self.forget(block_id)
         self.fresh_lives.add(block_id)
         self.cached_since.pop(block_id, None)
-        self.memory[block_id] = [-generation] * self.size
+        self.spoilt.add(block_id)
+        if not self.lazy:
+            self.spoil()
+
+    def spoil(self) -> None:
+        """What was in blocks that began a new life is gone."""
+        for block_id in self.spoilt:
+            self.memory[block_id] = [-self.published[block_id]] * self.size
+        self.spoilt.clear()
 
     def _check_eviction(self, block_id: int) -> None:
         """Free blocks go before cached ones, those unused for longest first, tails before heads."""
@@ -163,13 +213,17 @@ class CacheModel:
         others = set(self.memory) - gone
         found = self.found_blocks()
         assert others <= found, "a cached block is taken before a free one"
-        since = self.cached_since.get(block_id, self.turn)
+        since = self._idle_since(block_id)
         record, place = self.alone_in.get(block_id, (-1, 0))
         for other in others:
-            assert self.cached_since.get(other, self.turn) >= since, "the least used goes first"
-            if self.cached_since.get(other, self.turn) == since:
+            assert self._idle_since(other) >= since, "the least used goes first"
+            if self._idle_since(other) == since:
                 its_record, its_place = self.alone_in.get(other, (-2, 0))
                 assert its_record != record or its_place < place, "the tail goes first"
+
+    def _idle_since(self, block_id: int) -> int:
+        used = block_id in self.touched
+        return self.turn if used else self.cached_since.get(block_id, self.turn)
 
     def write(self, block_id: int, offset: int, cell: int) -> None:
         """A runner or a read writes one slot."""
@@ -177,10 +231,17 @@ class CacheModel:
         assert len(self.holders(block_id)) <= 1, "written where somebody else reads"
         self.memory[block_id][offset] = cell
 
-    def copy(self, source: int, target: int) -> None:
-        """A runner copies one block."""
+    def fill(self, block_id: int, content: Sequence[int]) -> None:
+        """A content from outside the pool is copied into a block."""
+        assert self.closed.get(block_id) != self.published[block_id], "a sealed block is filled"
+        self.spoilt.discard(block_id)
+        self.memory[block_id] = list(content)
+        self.touched.add(block_id)
+
+    def copy(self, source: int, target: int, num_holders: int = 1) -> None:
+        """A runner copies one block; a beam's copy is made before its table is a record's."""
         assert self.closed.get(target) != self.published[target], "a sealed block is copied over"
-        assert len(self.holders(target)) == 1, "a copy's target is not one sequence's"
+        assert len(self.holders(target)) == num_holders, "a copy's target is not one sequence's"
         self.memory[target] = list(self.memory[source])
         self.touched |= {source, target}
         self.seen["copied"] += 1
@@ -207,7 +268,37 @@ class CacheModel:
             found = end
         return found
 
+    def name_of(self, record: Record, index: int) -> Name:
+        """Under what a record's whole block is known outside the pool."""
+        return self.words.value(record.cells[(index + 1) * self.size - 1])
+
     # --- turns ------------------------------------------------------------------------------
+
+    def notice_preemptions(self) -> None:
+        """Whoever was preempted holds nothing here, and elsewhere what it had computed, if that."""
+        for record in self.records.values():
+            sequence = record.sequence
+            if sequence is None or sequence.num_preemptions == record.num_preemptions:
+                continue
+            record.num_preemptions = sequence.num_preemptions
+            self.seen["preempted"] += 1
+            self.seen["parked beams preempted"] += record.parked
+            if sequence.num_swapped_tokens:
+                self._swap(record, sequence.num_swapped_tokens)
+            else:
+                record.let_go()
+            record.held.clear()
+            record.uncopied.clear()
+            record.fresh, record.told = True, 0
+
+    def _swap(self, record: Record, num_tokens: int) -> None:
+        assert num_tokens == len(record.held), "off-loaded is not what was computed"
+        record.num_swapped, record.lost_some = num_tokens, False
+        whole, rest = divmod(num_tokens, self.size)
+        record.holding.update(self.name_of(record, index) for index in range(whole))
+        if rest:
+            record.holding.add((record.number, whole))
+        self.seen["off-loaded"] += 1
 
     def begin_turn(self) -> None:
         """Something is about to happen."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvferry.engine.batch import PoisonedRows, RunnerOutput, ScheduledSequence, SchedulerOutput
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress
+from tests.engine.cache_host import HostModel
 from tests.engine.cache_model import CacheModel, Record
 
 
@@ -26,12 +27,14 @@ class MemoryRunner:
         poison: sequence for which no token can be had in the next step.
         culprit: sequence whose steps raise once everything has been written.
         fault: what was wrong with a step; the engine takes it for a failed one.
+        host: what lies outside the pool, if anything may.
     """
 
     def __init__(self, model: CacheModel, config: SchedulerConfig) -> None:
         self.poison: int | None = None
         self.culprit: int | None = None
         self.fault: Exception | None = None
+        self.host: HostModel | None = None
         self._model = model
         self._config = config
 
@@ -47,7 +50,14 @@ class MemoryRunner:
 
     def _execute(self, output: SchedulerOutput) -> RunnerOutput:
         model = self._model
-        notice_preemptions(model)
+        model.spoil()
+        if not output.sequences:
+            for source, target in output.copies:
+                model.copy(source, target, num_holders=0)
+            return RunnerOutput(())
+        model.notice_preemptions()
+        if self.host is not None:
+            self.host.end_stopped()
         model.note_owners()
         shares = [(model.records[s.sampling.seed], s) for s in output.sequences]
         self._check_budgets(output)
@@ -84,6 +94,7 @@ class MemoryRunner:
 
     def _check_share(self, record: Record, share: ScheduledSequence) -> None:
         """The share goes on where the sequence stands, and its table has room for it."""
+        assert not record.parked, "a parked beam computes"
         if record.fresh:
             self._admit(record, share)
         start, end = share.start, share.start + len(share.token_ids)
@@ -94,18 +105,29 @@ class MemoryRunner:
 
     def _admit(self, record: Record, share: ScheduledSequence) -> None:
         """What it begins with is all that can be found of it, less the last token."""
-        model, record.fresh = self._model, False
+        model, host, record.fresh = self._model, self.host, False
         most = len(record.cells) - 1
         before = model.longest_prefix(record.cells, model.findable_before) if record.reuses else 0
         after = model.longest_prefix(record.cells, model.findable) if record.reuses else 0
         # Where the copy of its last block would be one block too many it begins before that.
         given_up = max(0, -(-after // model.size) - 1) * model.size
+        if host is not None:
+            before = host.reach(record, before, host.ever)
+            after = host.reach(record, after, host.always)
+            given_up = host.reach(record, given_up, host.always)
         if before == after:
-            assert share.start in (min(after, most), given_up), (share.start, after)
-        assert given_up <= share.start <= min(before, most), (share.start, before, after)
+            assert share.start in (min(after, most), min(given_up, most)), (share.start, after)
+        assert min(given_up, most) <= share.start <= min(before, most), (share.start, before, after)
         record.held = {position: record.cells[position] for position in range(share.start)}
         model.seen["reused"] += share.start > 0
         model.seen["given up"] += share.start < min(after, most)
+        if record.holding and not record.num_swapped:
+            model.seen["reused from the host"] += 1
+        if record.num_swapped:
+            whole = share.start >= min(record.num_swapped, most)
+            assert whole or record.lost_some, "swapped, and not whole"
+            model.seen["restored"] += whole
+            model.seen["recomputed what was lost"] += record.lost_some
 
     def _read_back(self, record: Record, share: ScheduledSequence) -> None:
         for position in range(share.start + len(share.token_ids)):
@@ -120,25 +142,17 @@ class MemoryRunner:
             record.held[position] = record.cells[position]
         token = model.words.next_token(record.cells[-1]) if share.sample else None
         last = end if record.prefill_only and share.sample else end // model.size * model.size
-        for start in range(share.start // model.size * model.size, last, model.size):
+        for start in range(0, last, model.size):
             block_id = share.block_table[start // model.size]
-            model.seal(block_id, record.cells, start, min(start + model.size, last))
-        if token is not None:
+            if model.closed.get(block_id) != model.published[block_id]:
+                model.seal(block_id, record.cells, start, min(start + model.size, last))
+        record.let_go()
+        if token is not None and record.group is not None:
+            record.parked = True
+        elif token is not None:
             record.tokens.append(token)
             record.cells.append(model.words.after(record.cells[-1], token))
         return token
-
-
-def notice_preemptions(model: CacheModel) -> None:
-    """Whoever was preempted holds nothing."""
-    for record in model.records.values():
-        sequence = record.sequence
-        if sequence is not None and sequence.num_preemptions != record.num_preemptions:
-            record.num_preemptions = sequence.num_preemptions
-            record.held.clear()
-            record.uncopied.clear()
-            record.fresh, record.told = True, 0
-            model.seen["preempted"] += 1
 
 
 class MachineOwner:
@@ -147,6 +161,7 @@ class MachineOwner:
     Args:
         lease: pins what a prefill job's step has sealed.
         ended: the sequence is over; the engine frees it.
+        parked: a beam has computed.
     """
 
     def __init__(
@@ -154,9 +169,10 @@ class MachineOwner:
         model: CacheModel,
         lease: Callable[[Record, SequenceProgress], None],
         ended: Callable[[Record], None],
+        parked: Callable[[Record], None],
     ) -> None:
         self.meanwhile: Callable[[], None] | None = None
-        self._model, self._lease, self._ended = model, lease, ended
+        self._model, self._lease, self._ended, self._parked = model, lease, ended, parked
 
     def on_progress(self, progress: SequenceProgress, now: float) -> None:
         """Check what is told; end what has ended."""
@@ -175,15 +191,17 @@ class MachineOwner:
         assert record.told >= len(record.held) // model.size * model.size, (
             "a full block is not told"
         )
-        if done:
+        if done and record.group is None:
             assert progress.token_id == record.tokens[-1]
         self._lease(record, progress)
         num_output = len(record.tokens) - record.num_prompt
-        finished = done and num_output >= record.max_tokens
+        finished = done and num_output >= record.max_tokens and record.group is None
         assert (progress.finish is not None) == finished
         if finished or whole:
             model.seen["finished"] += 1
             self._ended(record)
+        if record.parked:
+            self._parked(record)
         if self.meanwhile is not None:
             act, self.meanwhile = self.meanwhile, None
             act()

@@ -31,6 +31,33 @@ class FixedCosts:
 
 
 @dataclass
+class WaveringCosts:
+    """Decides as the list says, over and over."""
+
+    decisions: list[bool]
+    asked: int = 0
+    log: list[bool] = field(default_factory=list)
+
+    def prefers_offload(self, num_tokens: int, bytes_out: int, bytes_in: int) -> bool:
+        assert num_tokens > 0 and 0 <= bytes_out <= bytes_in > 0
+        self.asked += 1
+        self.log.append(self.decisions[self.asked % len(self.decisions)])
+        return self.log[-1]
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Learns nothing."""
+        assert num_tokens > 0 and seconds >= 0
+
+    def offloaded(self, num_bytes: int, seconds: float) -> None:
+        """Learns nothing."""
+        assert num_bytes >= 0 and seconds >= 0
+
+    def restored(self, num_bytes: int, seconds: float) -> None:
+        """Learns nothing."""
+        assert num_bytes >= 0 and seconds >= 0
+
+
+@dataclass
 class DictMover:
     """Copies blocks to dictionaries; what is in ``damaged`` cannot be read or written."""
 

@@ -13,24 +13,35 @@ from hypothesis import Phase
 from tests.engine.cache_house import CacheHouse
 from tests.engine.cache_machine import run
 
-NUM_EXAMPLES = 400
+NUM_EXAMPLES = 300
 LEAST_STEPS = 10_000
 HAPPENED = (
     "aborted",
     "aborted meanwhile",
+    "beams chosen within the step",
+    "beams continued",
+    "beams dropped",
+    "beams forked",
     "copied",
     "evicted",
     "expired",
     "finished",
     "forked",
     "joined",
+    "lost blocks",
+    "off-loaded",
+    "parked beams preempted",
     "pinned",
     "poisoned",
     "preempted",
     "raised",
     "read for nobody",
     "reopened",
+    "restored",
     "reused",
+    "reused from the host",
+    "spilled blocks",
+    "stopped for lost blocks",
 )
 
 

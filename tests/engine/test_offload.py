@@ -65,6 +65,30 @@ def test_where_computing_again_is_cheaper_nothing_is_copied() -> None:
     assert counters.recomputed_tokens_preemption == victim.recomputed_tokens == 10
 
 
+def test_where_the_copy_of_a_found_block_does_not_fit_its_content_is_copied_back() -> None:
+    """The pool has all of it, but no block to copy the last one into: the tier has that, too."""
+    bench = bench_of(5, block_size=2, caching=True, match_unit=1)
+    bench.reserve(2)
+    victim = bench.join(stub_spec("a", range(5), 2))
+    assert victim is not None
+    bench.step()
+    assert bench.swapped == ["a"] and victim.num_swapped_tokens == 5
+    bench.run()
+    bench.assert_exact()
+    assert victim.recomputed_tokens == 0
+    assert (bench.counters.host_hit_blocks, bench.counters.hit_tokens_host) == (1, 1)
+
+
+def test_what_is_lost_while_room_is_made_for_it_is_a_lost_block() -> None:
+    """Found and held, and then another's read of the same file failed."""
+    bench, victim = two_of_which_one_is_swapped()
+    assert bench.offloading is not None
+    keys, _ = bench.offloading.find(victim, 0)
+    bench.offloading.tier.lose(keys[1])
+    bench.offloading.restore(keys, range(len(keys)))
+    assert bench.offloading.take_lost() == {1}
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_tier_that_does_not_hold_all_of_it_holds_nothing(slots: int) -> None:
     bench, victim = two_of_which_one_is_swapped(host=(slots, 0))

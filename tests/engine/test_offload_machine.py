@@ -7,7 +7,7 @@ dictionaries of what slots and files hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,38 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.engine.sequence import SequenceStatus
+from tests.engine.dict_mover import WaveringCosts
 from tests.engine.stepping import Bench
 from tests.fakes import stub_spec
 
 picks = st.integers(0, 63)
 MOST = 24  # positions of one request
-
-
-@dataclass
-class WaveringCosts:
-    """Decides as the list says, over and over."""
-
-    decisions: list[bool]
-    asked: int = 0
-    log: list[bool] = field(default_factory=list)
-
-    def prefers_offload(self, num_tokens: int, bytes_out: int, bytes_in: int) -> bool:
-        assert num_tokens > 0 and 0 <= bytes_out <= bytes_in > 0
-        self.asked += 1
-        self.log.append(self.decisions[self.asked % len(self.decisions)])
-        return self.log[-1]
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Learns nothing."""
-        assert num_tokens > 0 and seconds >= 0
-
-    def offloaded(self, num_bytes: int, seconds: float) -> None:
-        """Learns nothing."""
-        assert num_bytes >= 0 and seconds >= 0
-
-    def restored(self, num_bytes: int, seconds: float) -> None:
-        """Learns nothing."""
-        assert num_bytes >= 0 and seconds >= 0
 
 
 class OffloadMachine(RuleBasedStateMachine):
