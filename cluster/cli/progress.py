@@ -45,10 +45,14 @@ class ProgressLine:
         )
         self._task = self._bar.add_task("", total=None)
 
-    def stage(self, name: str, done: int, total: int) -> None:
-        """``done`` of ``total`` units of a stage; a total of 0 is unknown."""
+    def stage(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """``done`` of ``total`` units of a stage; a total of 0 is unknown.
+
+        ``detail`` is what a terminal shows beside the name.
+        """
         self._on_news()
-        self._bar.update(self._task, description=name, completed=done, total=total or None)
+        shown = f"{name}, {detail}" if detail else name
+        self._bar.update(self._task, description=shown, completed=done, total=total or None)
         if name != self._stage and not self._is_live:
             self._print(f"{name} ...")
         self._stage = name
