@@ -25,6 +25,7 @@ BY_IDS, BY_USAGE, BY_CHUNKS = "ids", "usage", "chunks"
 
 TTFT_PARTS = ("queue_s", "prefill_s", "delivery_s", "network_s")
 GAP_PARTS = ("handoff_s", "decode_wait_s", "first_step_s")
+PARTS = (*TTFT_PARTS, *GAP_PARTS, "gap_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +146,18 @@ class Sample:
     def parts(self) -> dict[str, float | None]:
         """Parts of the time to the first token and of the gap to the second, by the server.
 
-        ``network_s`` is what the client's time to the first token has more than the server's.
+        ``network_s`` is what the client's time to the first token has more than the server's;
+        ``gap_s`` is the client's gap.
         """
-        server = self.receipt.server
-        if server is None:
-            return dict.fromkeys((*TTFT_PARTS, *GAP_PARTS))
-        network = None
-        if self.ttft_s is not None and server.ttft_s is not None:
-            network = self.ttft_s - server.ttft_s
-        known = {**server.parts, "network_s": network}
-        return {name: known.get(name) for name in (*TTFT_PARTS, *GAP_PARTS)}
+        server, times = self.receipt.server, self.receipt.token_times
+        parts: dict[str, float | None] = dict.fromkeys(PARTS)
+        if server is not None:
+            parts.update({name: server.parts.get(name) for name in (*TTFT_PARTS, *GAP_PARTS)})
+            if self.ttft_s is not None and server.ttft_s is not None:
+                parts["network_s"] = self.ttft_s - server.ttft_s
+        if len(times) > 1:
+            parts["gap_s"] = times[1] - times[0]
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,7 @@ def parts_json(measured: Pass) -> Json:
     done = [sample.parts() for sample in measured.of(COMPLETED)]
     return {
         name: dist([value for parts in done if (value := parts[name]) is not None])
-        for name in (*TTFT_PARTS, *GAP_PARTS)
+        for name in PARTS
     }
 
 

@@ -40,7 +40,7 @@ def read_prompts(path: Path) -> list[Json]:
             turns_of(row)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise BadLoad(
-                f"prompts {path}, line {number}: {line:.60!r} is in no known shape, "
+                f"prompts {path}, line {number}: {line!r:.60} is in no known shape, "
                 'wanted {"prompt": TEXT} or {"turns": [TEXT, ...]}'
             ) from error
         found.append(row)

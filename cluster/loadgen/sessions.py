@@ -119,7 +119,8 @@ class Conversation:
             self._ids.extend(turn.token_ids)
             return Prompt(token_ids=tuple(self._ids))
         if self.form == TEXT:
-            self._text.append(text)
+            is_later = turn.text and any(self._text)
+            self._text.append(f"\n{text}" if is_later else text)
             return Prompt(text="".join(self._text))
         self._messages.append({"role": "user", "content": text})
         return Prompt(messages=tuple(self._messages), tools=self.session.tools)

@@ -213,7 +213,7 @@ def _recognised(text: str, name: str) -> str:
         names = set()
     found = [kind for kind, reader in _READERS.items() if names.issuperset(reader.columns)]
     if not found:
-        raise BadLoad(f"trace {name}: begins with {first:.80!r}, wanted {', '.join(FORMATS)}")
+        raise BadLoad(f"trace {name}: begins with {first!r:.80}, wanted {', '.join(FORMATS)}")
     return found[0]
 
 
@@ -225,7 +225,7 @@ def _rows(text: str, is_csv: bool) -> Iterator[Row]:
         if line.strip():
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise ValueError(f"{line:.80!r} is no object")
+                raise ValueError(f"{line!r:.80} is no object")
             yield row
 
 
