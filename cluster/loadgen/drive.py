@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvferry.cluster.errors import DeadlineExceeded, StreamError
 from kvferry.cluster.loadgen.measures import (
     BY_CHUNKS,
+    BY_IDS,
     CANCELLED,
     COMPLETED,
     FAILED,
@@ -22,7 +23,7 @@ from kvferry.cluster.loadgen.measures import (
     Sample,
 )
 from kvferry.cluster.loadgen.plan import Plan
-from kvferry.cluster.loadgen.sessions import Conversation, Session, Turn
+from kvferry.cluster.loadgen.sessions import IDS, Conversation, Session, Turn
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.loadgen.targets import Clock, Request, Target
 from kvferry.kv_cache.errors import KVFerryError
@@ -87,6 +88,9 @@ class Driver:
             if sample.outcome != COMPLETED:
                 self.measured.num_skipped += len(session.turns) - place - 1
                 return
+            if place + 1 < len(session.turns) and not check_history(sample, self.settings.send):
+                self.measured.num_skipped += len(session.turns) - place - 1
+                return
             conversation.answered(sample.receipt.token_ids, "".join(sample.receipt.text))
             due = self.clock()
 
@@ -142,6 +146,17 @@ class Driver:
             sample.error = DeadlineExceeded(f"no end within {timeout_s} s (timeout)")
         except KVFerryError as error:
             sample.outcome, sample.error = FAILED, error
+
+
+def check_history(sample: Sample, form: str) -> bool:
+    """Whether the next turn can hold this answer; a sample whose answer it cannot has failed."""
+    if form != IDS or sample.receipt.counted_by == BY_IDS:
+        return True
+    sample.outcome = FAILED
+    sample.error = StreamError(
+        "the server gives no token ids, so no later turn can hold this answer: send text or chat"
+    )
+    return False
 
 
 def check_answer(sample: Sample, exact: bool) -> None:

@@ -169,6 +169,8 @@ class Settings:
         return replace(self, **defaults)
 
     def _check_needed(self) -> None:
+        if self.body is not None and self.url is None:
+            raise BadLoad("body: only HTTP requests have one; wanted a url, too")
         for name in (TRACE, PROMPTS):
             if self.workload == name and getattr(self, name) is None:
                 raise BadLoad(f"{name}: not given; the workload {name} reads a file")
