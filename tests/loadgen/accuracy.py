@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from kvferry.cluster.cli.loadgen import event_loop
 from kvferry.cluster.loadgen.grpc_target import GrpcTarget
 from kvferry.cluster.loadgen.http_target import HttpTarget
 from kvferry.cluster.loadgen.measures import Pass, results_json
@@ -168,7 +169,8 @@ def measure(door: str, streams: int, tokens: int, interval_s: float = 0.02) -> O
         )
         run = Run(settings)
         stub_before = server.cpu_s()
-        asyncio.run(run_load(run, open_target))
+        with asyncio.Runner(loop_factory=event_loop()[1]) as runner:
+            runner.run(run_load(run, open_target))
         stub_cpu_s = server.cpu_s() - stub_before
         records = server.records()[1:]  # the first one warmed up
     measured = run.repeats[0].measured
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="of each stream")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args()
+    print(f"event loop: {event_loop()[0]}")
     outcomes = []
     for door, streams in CASES:
         outcomes.append(measure(door, streams, options.tokens))

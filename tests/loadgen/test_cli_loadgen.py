@@ -128,6 +128,29 @@ def test_failures_are_reported_with_their_document(
     assert "failed: 1 Overloaded; the first: full" in capsys.readouterr().out
 
 
+def test_a_faster_event_loop_is_used_where_there_is_one(
+    server: FakeServer,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "uvloop.py").write_text(
+        "import asyncio\n"
+        "class Loop(asyncio.SelectorEventLoop): pass\n"
+        "made = []\n"
+        "def new_event_loop():\n"
+        "    made.append(Loop())\n"
+        "    return made[-1]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "uvloop", raising=False)
+    assert main(["loadgen", "run", "--json", *SMALL]) == 0
+    document = documents.parse(capsys.readouterr().out)
+    assert document["generator"] == {"event_loop": "uvloop"}
+    assert len(sys.modules["uvloop"].made) == 1
+    monkeypatch.delitem(sys.modules, "uvloop")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

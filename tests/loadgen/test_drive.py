@@ -12,6 +12,7 @@ from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.measures import CANCELLED, COMPLETED, FAILED, Pass, Slo, results_json
 from kvferry.cluster.loadgen.plan import make_plan
 from kvferry.cluster.loadgen.run import Run, run_load
+from kvferry.cluster.loadgen.server_series import ServerSeries, server_json
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.protos import kvferry_pb2 as pb
 from tests.cluster.fake_server import status_response
@@ -211,8 +212,6 @@ def statuses(count: int) -> list[pb.StatusResponse]:
 
 
 def test_the_clusters_own_figures_are_gathered_between_two_looks() -> None:
-    from kvferry.cluster.loadgen.server_series import server_json
-
     time = FakeTime()
     target = FakeTarget(time, statuses=statuses(50))
     run = run_with(SMALL, target, time)
@@ -229,8 +228,6 @@ def test_the_clusters_own_figures_are_gathered_between_two_looks() -> None:
 
 
 def test_a_worker_that_was_restarted_counts_from_nothing() -> None:
-    from kvferry.cluster.loadgen.server_series import ServerSeries, server_json
-
     before, after = statuses(6)[5], statuses(3)[2]
     after.workers[0].worker.epoch = 9
     series = ServerSeries()

@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers get the same load, and their tokens are counted as well as they tell."""
+"""OpenAI-compatible servers get the same load; their tokens are counted as well as they tell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from kvferry.cluster.cli import main
 from kvferry.cluster.errors import Internal, NotReady, Overloaded, StreamError, UnknownModel
 from kvferry.cluster.loadgen.http_target import request_body
 from kvferry.cluster.loadgen.measures import BY_CHUNKS, BY_IDS, BY_USAGE, Receipt
+from kvferry.cluster.loadgen.plan import make_plan
 from kvferry.cluster.loadgen.sessions import Prompt
+from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.loadgen.sse_answer import AnswerReader, error_of
 from kvferry.cluster.loadgen.targets import Request
 from kvferry.engine.request import InvalidRequest
@@ -94,7 +97,7 @@ def test_it_does_not_matter_where_the_bytes_are_cut(cuts: list[int]) -> None:
         b": hello\n\n" + tokens(5, text="\u00fc") + tokens(6, 7) + b"event: x\n" + usage(3) + DONE
     )
     places = sorted({0, *(cut % len(whole) for cut in cuts), len(whole)})
-    pieces = [whole[a:b] for a, b in zip(places, places[1:], strict=False)]
+    pieces = [whole[a:b] for a, b in pairwise(places)]
     receipt = read(*pieces)
     assert receipt.token_ids == [5, 6, 7]
     assert "".join(receipt.text) == "\u00fc x"
@@ -179,10 +182,6 @@ def test_a_peer_gets_the_requests_that_a_cluster_gets(
     assert (results["completed"], results["cached_tokens"]) == (6, 18)
     assert results["tokens_counted_by"] == {"ids": 6}
     assert results["itl_s"]["n"] == 18
-    # what tests/cluster/test_bench_serve.py asks for has another generator; the plan is the same
-    from kvferry.cluster.loadgen.plan import make_plan
-    from kvferry.cluster.loadgen.settings import Settings
-
     plan = make_plan(Settings.from_json(document["config"]), 0, 100)
     sent = [body["prompt"] for _, body in peer.requests[1:]]
     assert sorted(sent) == sorted(list(s.turns[0].token_ids) for s in plan.sessions)
