@@ -13,6 +13,7 @@ from aiohttp import (
     ClientResponse,
     ClientSession,
     ClientTimeout,
+    ConnectionTimeoutError,
     TCPConnector,
 )
 
@@ -32,7 +33,8 @@ class HttpTarget:
     """One pool of connections to the server at ``url``; made inside a running loop.
 
     ``body`` are fields that every request has beside its own; null takes one away. ``key`` goes
-    into the Authorization header, if there is one.
+    into the Authorization header, if there is one. A request fails if nothing comes for
+    ``read_timeout_s``; None: it waits.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class HttpTarget:
         body: Mapping[str, Any] | None = None,
         key: str | None = None,
         clock: Clock = time.monotonic,
+        read_timeout_s: float | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise BadLoad(f"url: got {url!r}, wanted http://HOST:PORT or https://HOST")
@@ -54,7 +57,9 @@ class HttpTarget:
             headers["Authorization"] = f"Bearer {key}"
         self._session = ClientSession(
             connector=TCPConnector(limit=0),
-            timeout=ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            timeout=ClientTimeout(
+                total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s
+            ),
             headers=headers,
             auto_decompress=False,
         )
@@ -105,7 +110,7 @@ class HttpTarget:
 
     def _typed(self, error: Exception) -> KVFerryError:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
-        if isinstance(error, ClientConnectorError):
+        if isinstance(error, ClientConnectorError | ConnectionTimeoutError):
             return ClusterUnreachable(f"nothing answers at {self._url} ({said})")
         return StreamError(said)
 
