@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -176,6 +177,9 @@ class Settings:
                 raise BadLoad(f"{name}: not given; the workload {name} reads a file")
         if self.concurrency is not None and self.rate is not None:
             raise BadLoad("got concurrency and rate; wanted one: a closed or an open loop")
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadLoad(f"{name}: got {value}, wanted a number")
         for name in ("num_requests", "repeats", "concurrency", "vocab_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

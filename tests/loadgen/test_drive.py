@@ -259,6 +259,7 @@ def test_settings_survive_a_document(tmp_path: Path) -> None:
         ({"workload": "trace", "trace": "x", "ramp": 1.0}, "ramp: a trace's own times"),
         ({"workload": "trace", "trace": "x", "rate": 1.0, "grid": 3.0}, "grid: these arrivals"),
         ({"repeats": 0}, "repeats: got 0"),
+        ({"rate": float("inf")}, "rate: got inf"),
         ({"timeout": -1.0}, "timeout: got -1"),
     ],
 )

@@ -105,6 +105,13 @@ def test_equal_hash_ids_are_equal_tokens_and_others_are_not(
     check_sharing(trace.divided(32, 16))
 
 
+def test_the_tokens_of_a_block_do_not_depend_on_the_rows_before_it() -> None:
+    trace = read_trace(DATA / "mooncake.jsonl").divided(32, 16)
+    later = Trace(trace.format, trace.block_tokens, trace.rows[4:])
+    whole, part = (trace_sessions(each, SOURCE, Cancels()) for each in (trace, later))
+    assert [s.turns[0].token_ids for s in part] == [s.turns[0].token_ids for s in whole[4:]]
+
+
 @pytest.mark.parametrize(("name", "by"), [("mooncake.jsonl", 32), ("bailian.jsonl", 1)])
 def test_sharing_of_the_example_rows_is_exact(name: str, by: int) -> None:
     check_sharing(read_trace(DATA / name).divided(by, 16))
