@@ -6,7 +6,8 @@ The stub (a process of its own) emits 50 tokens per second and stream. First 100
 and 50 over HTTP, whose phases a Poisson arrival spreads; these must keep within the limits. Then
 twice as many, to see what breaks first. Percentiles of the time to the first token and of the gaps
 may differ from the stub's by 2 % or 1 ms, whichever is more; the 99th percentile of the schedule's
-lag must be below 5 ms.
+lag must be below 5 ms. Where the stub itself was 5 ms late, somebody else had the cores: such a
+case says nothing of the generator, is called disturbed, and is no success.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvferry.cluster.loadgen.targets import Target
 from kvferry.cluster.reports.common import Json, dist
 
 RELATIVE, ABSOLUTE_S, LAG_S = 0.02, 0.001, 0.005
+INTERVAL_S, TTFT_S = 0.02, 0.1
 SPREAD_S = 2.0  # over which the streams begin
 PERCENTILES = ("p50", "p90", "p99")
 CASES = (("grpc", 100), ("http", 50), ("grpc", 200), ("http", 100))
@@ -64,9 +66,15 @@ class Outcome:
     num_failed: int
     comparisons: Sequence[Comparison]
     lag_p99_s: float
+    stub_late_p99_s: float
     generator_cpu_s_per_token: float
     generator_cores: float
     stub_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        """The stub did not get the cores when it wanted them."""
+        return self.stub_late_p99_s >= LAG_S
 
     def problems(self) -> list[str]:
         """What is beyond its limit, in words."""
@@ -77,6 +85,10 @@ class Outcome:
         ]
         if self.lag_p99_s >= LAG_S:
             found.append(f"lag p99 {self.lag_p99_s * 1000:.1f} ms")
+        if self.is_disturbed:
+            found.append(
+                f"disturbed: the stub itself was {self.stub_late_p99_s * 1000:.1f} ms late"
+            )
         if self.num_failed:
             found.append(f"{self.num_failed} requests failed")
         return found
@@ -92,6 +104,7 @@ class Outcome:
                 for c in self.comparisons
             },
             "lag_p99_s": self.lag_p99_s,
+            "stub_late_p99_s": self.stub_late_p99_s,
             "generator_cpu_s_per_token": self.generator_cpu_s_per_token,
             "generator_cores": self.generator_cores,
             "stub_cores": self.stub_cores,
@@ -120,7 +133,7 @@ class Stub:
 
 
 @contextmanager
-def stub(interval_s: float = 0.02, ttft_s: float = 0.1) -> Iterator[Stub]:
+def stub(interval_s: float, ttft_s: float) -> Iterator[Stub]:
     """A running stub."""
     command = [sys.executable, "-m", "tests.loadgen.stub_server"]
     command += ["--interval", str(interval_s), "--ttft", str(ttft_s)]
@@ -151,7 +164,16 @@ def compare(measured: Pass, records: Sequence[Json]) -> list[Comparison]:
     return found
 
 
-def measure(door: str, streams: int, tokens: int, interval_s: float = 0.02) -> Outcome:
+def lateness(records: Sequence[Json], ttft_s: float, interval_s: float) -> list[float]:
+    """How much later than due the stub emitted each token, in seconds."""
+    return [
+        moment - (record["received"] + ttft_s + number * interval_s)
+        for record in records
+        for number, moment in enumerate(record["emitted"])
+    ]
+
+
+def measure(door: str, streams: int, tokens: int) -> Outcome:
     """One case, with a stub of its own."""
     settings = Settings(
         input_tokens="16",
@@ -162,7 +184,7 @@ def measure(door: str, streams: int, tokens: int, interval_s: float = 0.02) -> O
         warm_up=1,
         poll=0.0,
     ).resolved()
-    with stub(interval_s) as server:
+    with stub(INTERVAL_S, TTFT_S) as server:
         address = server.doors[door]
         open_target: Callable[[], AbstractAsyncContextManager[Target]] = (
             (lambda: GrpcTarget(address)) if door == "grpc" else (lambda: HttpTarget(address))
@@ -176,12 +198,15 @@ def measure(door: str, streams: int, tokens: int, interval_s: float = 0.02) -> O
     measured = run.repeats[0].measured
     results = results_json(measured, None)
     duration_s = results["duration_s"]
+    late = dist(lateness(records, TTFT_S, INTERVAL_S))
+    assert late is not None
     return Outcome(
         door=door,
         streams=streams,
         num_failed=results["failed"],
         comparisons=compare(measured, records),
         lag_p99_s=results["schedule_lag_s"]["p99"],
+        stub_late_p99_s=late["p99"],
         generator_cpu_s_per_token=measured.generator_cpu_s / results["output_tokens"],
         generator_cores=measured.generator_cpu_s / duration_s,
         stub_cores=stub_cpu_s / duration_s,
@@ -194,7 +219,8 @@ def show(outcome: Outcome) -> None:
         f"{outcome.streams} streams over {outcome.door}: "
         f"{outcome.generator_cpu_s_per_token * 1e6:.0f} CPU µs per token, "
         f"cores busy: generator {outcome.generator_cores:.2f}, stub {outcome.stub_cores:.2f}; "
-        f"lag p99 {outcome.lag_p99_s * 1000:.2f} ms"
+        f"p99 of lag {outcome.lag_p99_s * 1000:.2f} ms, "
+        f"of the stub's lateness {outcome.stub_late_p99_s * 1000:.2f} ms"
     )
     for comparison in outcome.comparisons:
         print(

@@ -14,7 +14,7 @@ from kvferry.cluster.loadgen.http_target import HttpTarget
 from kvferry.cluster.loadgen.measures import COMPLETED, Pass, Receipt, Sample
 from kvferry.cluster.loadgen.run import Run, run_load
 from kvferry.cluster.loadgen.settings import Settings
-from tests.loadgen.accuracy import Comparison, compare, stub
+from tests.loadgen.accuracy import Comparison, compare, lateness, stub
 
 SETTINGS = Settings(
     input_tokens="3",
@@ -70,3 +70,8 @@ def test_close_is_two_percent_or_a_millisecond(
     generator_s: float, stub_s: float, close: bool
 ) -> None:
     assert Comparison("x", generator_s, stub_s).is_close is close
+
+
+def test_lateness_is_counted_from_each_token_s_due_moment() -> None:
+    records = [{"received": 1.0, "emitted": [1.5, 1.8]}, {"received": 2.0, "emitted": [2.75]}]
+    assert lateness(records, 0.5, 0.25) == pytest.approx([0.0, 0.05, 0.25])
