@@ -22,6 +22,9 @@ from kvferry.cluster.loadgen.run import Run, run_load
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.loadgen.targets import Target
 
+DRAWN_PER_S = 1
+"""Drawing takes milliseconds, in which no token is noted."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands."""
@@ -41,7 +44,7 @@ def run_one(args: argparse.Namespace) -> Result:
     run = Run(settings_of(args))
     loop_name, new_loop = event_loop()
     error: BaseException | None = None
-    with ProgressLine(quiet=args.json) as line:
+    with ProgressLine(quiet=args.json, per_second=DRAWN_PER_S) as line:
 
         def progress(repeat: int, ended: int, total: int, in_flight: int) -> None:
             name = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {run.settings.repeats}"
