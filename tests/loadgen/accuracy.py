@@ -7,7 +7,8 @@ and 50 over HTTP, whose phases a Poisson arrival spreads; these must keep within
 twice as many, to see what breaks first. Percentiles of the time to the first token and of the gaps
 may differ from the stub's by 2 % or 1 ms, whichever is more; the 99th percentile of the schedule's
 lag must be below 5 ms. Where the stub itself was 5 ms late, somebody else had the cores: such a
-case says nothing of the generator, is called disturbed, and is no success.
+case says nothing of the generator, is called disturbed, and is no success. Both processes read one
+clock, so each token's way from emission to note is known, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvferry.cluster.cli.loadgen import event_loop
 from kvferry.cluster.loadgen.grpc_target import GrpcTarget
 from kvferry.cluster.loadgen.http_target import HttpTarget
 from kvferry.cluster.loadgen.measures import Pass, results_json
-from kvferry.cluster.loadgen.run import Run, run_load
+from kvferry.cluster.loadgen.run import Repeat, Run, run_load
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.loadgen.targets import Target
 from kvferry.cluster.reports.common import Json, dist
@@ -67,6 +68,7 @@ class Outcome:
     comparisons: Sequence[Comparison]
     lag_p99_s: float
     stub_late_p99_s: float
+    delay_s: Json
     generator_cpu_s_per_token: float
     generator_cores: float
     stub_cores: float
@@ -105,6 +107,7 @@ class Outcome:
             },
             "lag_p99_s": self.lag_p99_s,
             "stub_late_p99_s": self.stub_late_p99_s,
+            "delay_s": self.delay_s,
             "generator_cpu_s_per_token": self.generator_cpu_s_per_token,
             "generator_cores": self.generator_cores,
             "stub_cores": self.stub_cores,
@@ -173,6 +176,17 @@ def lateness(records: Sequence[Json], ttft_s: float, interval_s: float) -> list[
     ]
 
 
+def delays(repeat: Repeat, records: Sequence[Json]) -> list[float]:
+    """From each token's emission to its being noted, in seconds of the machine's one clock."""
+    emitted = {tuple(record["prompt"]): record["emitted"] for record in records}
+    found: list[float] = []
+    for sample in repeat.measured.samples:
+        prompt = repeat.plan.sessions[sample.session].turns[0].token_ids
+        pairs = zip(sample.receipt.token_times, emitted[prompt], strict=True)
+        found += [noted - sent for noted, sent in pairs]
+    return found
+
+
 def measure(door: str, streams: int, tokens: int) -> Outcome:
     """One case, with a stub of its own."""
     settings = Settings(
@@ -199,7 +213,8 @@ def measure(door: str, streams: int, tokens: int) -> Outcome:
     results = results_json(measured, None)
     duration_s = results["duration_s"]
     late = dist(lateness(records, TTFT_S, INTERVAL_S))
-    assert late is not None
+    delay = dist(delays(run.repeats[0], records))
+    assert late is not None and delay is not None
     return Outcome(
         door=door,
         streams=streams,
@@ -207,6 +222,7 @@ def measure(door: str, streams: int, tokens: int) -> Outcome:
         comparisons=compare(measured, records),
         lag_p99_s=results["schedule_lag_s"]["p99"],
         stub_late_p99_s=late["p99"],
+        delay_s=delay,
         generator_cpu_s_per_token=measured.generator_cpu_s / results["output_tokens"],
         generator_cores=measured.generator_cpu_s / duration_s,
         stub_cores=stub_cpu_s / duration_s,
@@ -222,6 +238,8 @@ def show(outcome: Outcome) -> None:
         f"p99 of lag {outcome.lag_p99_s * 1000:.2f} ms, "
         f"of the stub's lateness {outcome.stub_late_p99_s * 1000:.2f} ms"
     )
+    spread = ", ".join(f"{name} {outcome.delay_s[name] * 1000:.2f} ms" for name in PERCENTILES)
+    print(f"  from emission to note: {spread}")
     for comparison in outcome.comparisons:
         print(
             f"  {comparison.name}: generator {comparison.generator_s * 1000:8.2f} ms, "

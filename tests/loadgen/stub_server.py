@@ -4,7 +4,7 @@
 
 It speaks ``kvferry.v1`` and OpenAI's completions over HTTP, on free ports of 127.0.0.1. The first
 line it prints is ``{"grpc": HOST:PORT, "http": URL}``; when its standard input ends it prints one
-more, a list of records ``{"door", "received", "emitted"}`` in order of arrival, and ends.
+more, a list of records ``{"door", "prompt", "received", "emitted"}`` in order of arrival, and ends.
 Moments are readings of the monotonic clock, taken before the token is handed to the transport.
 
 Token k of a request is due at its receipt + ``ttft`` + k × ``interval``.
@@ -37,9 +37,10 @@ MAX_BODY = 1 << 24
 
 @dataclass(slots=True)
 class Record:
-    """One request: through which door, when it came, and when each token was emitted."""
+    """One request: its door and prompt, when it came, and when each token was emitted."""
 
     door: str
+    prompt: list[int]
     received: float
     emitted: list[float] = field(default_factory=list)
 
@@ -52,9 +53,9 @@ class Schedule:
     interval_s: float
     records: list[Record] = field(default_factory=list)
 
-    async def tokens(self, door: str, count: int) -> AsyncIterator[int]:
+    async def tokens(self, door: str, prompt: list[int], count: int) -> AsyncIterator[int]:
         """Each token's number, when it is due; noted as emitted."""
-        record = Record(door, time.monotonic())
+        record = Record(door, prompt, time.monotonic())
         self.records.append(record)
         for number in range(count):
             due = record.received + self.ttft_s + number * self.interval_s
@@ -70,14 +71,14 @@ class GrpcDoor(InferenceServicer, ClusterServicer):
         self._schedule = schedule
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        prompt_tokens = len(request.token_ids.ids)
-        accepted = pb.Accepted(prompt_tokens=prompt_tokens)
+        prompt = list(request.token_ids.ids)
+        accepted = pb.Accepted(prompt_tokens=len(prompt))
         await context.write(pb.GenerateResponse(request_id=REQUEST_ID, accepted=accepted))
         count = request.sampling.max_tokens
-        async for number in self._schedule.tokens("grpc", count):
+        async for number in self._schedule.tokens("grpc", prompt, count):
             delta = pb.Delta(index=number, token_ids=[number], text=" a")
             await context.write(pb.GenerateResponse(request_id=REQUEST_ID, delta=delta))
-        end = finished(count, prompt_tokens=prompt_tokens)
+        end = finished(count, prompt_tokens=len(prompt))
         await context.write(pb.GenerateResponse(request_id=REQUEST_ID, finished=end))
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:
@@ -132,7 +133,7 @@ class HttpDoor:
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
         with_ids = bool(body.get("return_token_ids"))
-        async for number in self._schedule.tokens("http", body["max_tokens"]):
+        async for number in self._schedule.tokens("http", body["prompt"], body["max_tokens"]):
             choice: dict[str, Any] = {"index": 0, "text": " a", "finish_reason": None}
             if with_ids:
                 choice["token_ids"] = [number]

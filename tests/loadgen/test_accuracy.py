@@ -14,7 +14,7 @@ from kvferry.cluster.loadgen.http_target import HttpTarget
 from kvferry.cluster.loadgen.measures import COMPLETED, Pass, Receipt, Sample
 from kvferry.cluster.loadgen.run import Run, run_load
 from kvferry.cluster.loadgen.settings import Settings
-from tests.loadgen.accuracy import Comparison, compare, lateness, stub
+from tests.loadgen.accuracy import Comparison, compare, delays, lateness, stub
 
 SETTINGS = Settings(
     input_tokens="3",
@@ -40,6 +40,7 @@ def test_no_token_is_heard_before_it_was_sent(door: str) -> None:
     assert run.error is None
     assert [record["door"] for record in records] == [door] * 5
     # One at a time, so they match in order; the clock is the machine's, and so is one.
+    assert min(delays(run.repeats[0], records[1:])) >= 0
     for sample, record in zip(run.repeats[0].measured.samples, records[1:], strict=True):
         heard, sent = sample.receipt.token_times, record["emitted"]
         assert len(heard) == len(sent) == 5
