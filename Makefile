@@ -2,6 +2,7 @@
 # make test   ruff, mypy, pytest, in that order
 # make chaos  end processes under load in every state of a request; print what became of it
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
+# make loadgen-accuracy   the load generator's figures beside a stub server's own record
 # make cancel-storm   10,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
 # make mutants   faults of one line, each in a copy of the cache; print where the machine notices it
@@ -30,7 +31,7 @@ INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 INSTALLED_PEERS := $(PEERS_VENV)/.stamp-installed
 
-.PHONY: help demo test chaos false-deaths cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
+.PHONY: help demo test chaos false-deaths loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,6 +51,9 @@ chaos: $(INSTALLED)
 
 false-deaths: $(INSTALLED)
 	@$(BIN)/kvferry chaos --soak 300 $(ARGS)
+
+loadgen-accuracy: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.loadgen.accuracy $(ARGS)
 
 cancel-storm: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.storm $(ARGS)

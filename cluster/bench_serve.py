@@ -151,7 +151,6 @@ def sender(client: AsyncClient) -> Send:
 def bench_json(bench: Bench) -> Json:
     """The fields of ``bench serve``; ``results`` are the median repeat's."""
     workload, status = bench.workload, bench.status
-    roles = [worker.worker.role for worker in status.workers]
     return {
         "target": {
             "kind": "kvferry",
@@ -160,13 +159,7 @@ def bench_json(bench: Bench) -> Json:
             "model": to_json(status.model),
             "machine": to_json(status.machine) if status.HasField("machine") else None,
         },
-        "arrangement": {
-            "prefill": roles.count("prefill"),
-            "decode": roles.count("decode"),
-            "colocated": roles.count("colocated"),
-            "threads": sum(worker.worker.threads for worker in status.workers),
-            "dtype": status.model.dtype,
-        },
+        "arrangement": arrangement_json(status),
         "workload": {
             "input_tokens": workload.input_tokens,
             "output_tokens": workload.output_tokens,
@@ -180,6 +173,18 @@ def bench_json(bench: Bench) -> Json:
         "roof": _roof_json(bench),
         "peer": None,
         "ratio_to_peer": None,
+    }
+
+
+def arrangement_json(status: pb.StatusResponse) -> Json:
+    """Workers by role, their threads together, and the model's type."""
+    roles = [worker.worker.role for worker in status.workers]
+    return {
+        "prefill": roles.count("prefill"),
+        "decode": roles.count("decode"),
+        "colocated": roles.count("colocated"),
+        "threads": sum(worker.worker.threads for worker in status.workers),
+        "dtype": status.model.dtype,
     }
 
 

@@ -131,8 +131,6 @@ async def send_one(send: Send, prompt: list[int], output_tokens: int) -> Answer:
 def results_json(repeat: Repeat) -> Json:
     """Figures of one repeat; what only an open loop has is null."""
     done, tokens = repeat.completions, repeat.output_tokens
-    ttft = [c.ttft_s for c in done if c.ttft_s is not None]
-    seconds = [c.ttft_s + c.itl_s[0] for c in done if c.ttft_s is not None and c.itl_s]
     return {
         "completed": len(done),
         "failed": len(repeat.failures),
@@ -140,15 +138,29 @@ def results_json(repeat: Repeat) -> Json:
         "duration_s": repeat.duration_s,
         "output_tokens_per_s": repeat.output_tokens_per_s,
         "requests_per_s": len(done) / repeat.duration_s if repeat.duration_s > 0 else None,
-        "ttft_s": dist(ttft),
-        "ttst_s": dist(seconds),
-        "tpot_s": dist([sum(c.itl_s) / len(c.itl_s) for c in done if c.itl_s]),
-        "itl_s": dist([gap for c in done for gap in c.itl_s]),
-        "e2e_s": dist([c.e2e_s for c in done]),
+        **latencies_json(done),
         "cpu_s_per_output_token": (
             repeat.cpu_s / tokens if repeat.cpu_s is not None and tokens else None
         ),
         "schedule_lag_s": None,
         "goodput_per_s": None,
         "slo": None,
+    }
+
+
+def latencies_json(done: Sequence[Answer]) -> Json:
+    """DIST of each of the client's times over the answered requests."""
+    ttft = [answer.ttft_s for answer in done if answer.ttft_s is not None]
+    gaps = [answer.itl_s for answer in done]
+    seconds = [
+        answer.ttft_s + itl[0]
+        for answer, itl in zip(done, gaps, strict=True)
+        if answer.ttft_s is not None and itl
+    ]
+    return {
+        "ttft_s": dist(ttft),
+        "ttst_s": dist(seconds),
+        "tpot_s": dist([sum(itl) / len(itl) for itl in gaps if itl]),
+        "itl_s": dist([gap for itl in gaps for gap in itl]),
+        "e2e_s": dist([answer.e2e_s for answer in done]),
     }

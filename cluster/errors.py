@@ -25,6 +25,7 @@ here::
     ├── Internal
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
+    ├── BadLoad                         cluster.loadgen.errors
     ├── KernelsUnavailable              engine.kernel_choice
     ├── HostTierTooSmall                worker.build
     ├── HostMemoryUnavailable           worker.host_memory

@@ -112,8 +112,8 @@ def _vllm(case: Case, setup: Setup, folder: Path) -> Iterator[Running]:
 
         @asynccontextmanager
         async def client() -> AsyncIterator[Send]:
-            async with completions_api.http_client() as opened:
-                yield completions_api.sender(opened, url, served_name(setup.model))
+            async with completions_api.client(url, served_name(setup.model)) as send:
+                yield send
 
         yield Running(client, servers)
 

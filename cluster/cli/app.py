@@ -31,6 +31,7 @@ COMMANDS = {
     "drain": "take one worker of a running cluster out of service",
     "models": "list or fetch models",
     "bench": "measure kernels, engine steps or a running cluster",
+    "loadgen": "send a made-up or replayed load to a running server, and measure",
     "chaos": "end real processes under load, in every state of a request, and count",
 }
 

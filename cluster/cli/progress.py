@@ -18,8 +18,8 @@ class ProgressLine:
     """A context manager: one live line with the latest count; messages stay where they were said.
 
     Silent if ``quiet``. Where ``stream`` is no terminal every message is a line, and so is the
-    beginning of every stage. ``on_news`` is called with every piece of news and may raise, to end
-    what goes on.
+    beginning of every stage; at one the line is drawn ``per_second`` times. ``on_news`` is called
+    with every piece of news and may raise, to end what goes on.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class ProgressLine:
         quiet: bool,
         stream: TextIO | None = None,
         on_news: Callable[[], None] = lambda: None,
+        per_second: float = 10,
     ) -> None:
         stream = sys.stderr if stream is None else stream
         self._on_news = on_news
@@ -42,13 +43,18 @@ class ProgressLine:
             console=Console(file=stream, highlight=False, soft_wrap=True),
             transient=True,
             disable=not self._is_live,
+            refresh_per_second=per_second,
         )
         self._task = self._bar.add_task("", total=None)
 
-    def stage(self, name: str, done: int, total: int) -> None:
-        """``done`` of ``total`` units of a stage; a total of 0 is unknown."""
+    def stage(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """``done`` of ``total`` units of a stage; a total of 0 is unknown.
+
+        ``detail`` is what a terminal shows beside the name.
+        """
         self._on_news()
-        self._bar.update(self._task, description=name, completed=done, total=total or None)
+        shown = f"{name}, {detail}" if detail else name
+        self._bar.update(self._task, description=shown, completed=done, total=total or None)
         if name != self._stage and not self._is_live:
             self._print(f"{name} ...")
         self._stage = name

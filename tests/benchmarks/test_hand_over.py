@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.peers.completions_api import completion_body
+from benchmarks.peers.completions_api import peer_request
 from benchmarks.peers.hand_over import decode_request, prefill_request
+from kvferry.cluster.loadgen.http_target import request_body
 
-REQUEST = completion_body("m", [1, 2, 3], 64)
+REQUEST = json.loads(request_body(peer_request([1, 2, 3], 64), "m", {})[1])
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}
 
 

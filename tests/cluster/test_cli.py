@@ -48,7 +48,12 @@ def nowhere() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "command",
-    [[], *([name] for name in COMMANDS), *(["bench", kind] for kind in ("serve", *DOCUMENTS))],
+    [
+        [],
+        ["loadgen", "run"],
+        *([name] for name in COMMANDS),
+        *(["bench", kind] for kind in ("serve", *DOCUMENTS)),
+    ],
 )
 def test_help_loads_neither_torch_nor_ray_and_is_quick(command: list[str]) -> None:
     code = (
@@ -76,6 +81,7 @@ def test_help_loads_neither_torch_nor_ray_and_is_quick(command: list[str]) -> No
         ["blocks"],
         ["generate", "hi"],
         ["bench", "serve"],
+        ["loadgen", "run"],
     ],
 )
 def test_unreachable_cluster_is_exit_4(
@@ -103,6 +109,8 @@ def test_unreachable_cluster_is_exit_4(
         ["bench", "serve", "--repeats", "-1"],
         ["bench", "engine", "--threads", "0"],
         ["bench", "kernels", "--dtype", "float32"],
+        ["loadgen", "run", "--rate", "fast"],
+        ["loadgen", "walk"],
     ],
 )
 def test_wrong_arguments_are_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

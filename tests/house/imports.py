@@ -15,6 +15,7 @@ ONLY_IN = {
     "grpc": {"cluster", "protos"},
     "grpc_health": {"cluster", "protos"},
     "google": {"cluster", "protos"},
+    "aiohttp": {"cluster"},
     "zmq": {"worker", "prefill_worker", "decode_worker", "cluster"},
     "pydantic": {"cluster"},
     "torch": set(ROOMS) - {"kv_cache", "protos"},

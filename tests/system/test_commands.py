@@ -71,3 +71,24 @@ def test_bench_serve_measures_the_cluster(run: Any, client: Client) -> None:
     assert results["itl_s"]["n"] == 12
     assert results["cpu_s_per_output_token"] > 0
     assert_quiet(client)
+
+
+def test_loadgen_follows_conversations_on_the_cluster(run: Any, client: Client) -> None:
+    flags = ("--workload", "agents", "--num-requests", "3", "--turns", "3", "--groups", "1")
+    lengths = ("--opening-tokens", "64", "--input-tokens", "20", "--output-tokens", "5")
+    ended = run("loadgen", "run", *flags, *lengths, "--concurrency", "1", "--json")
+    assert ended.code == 0, ended
+    document = documents.parse(ended.out)
+    results, server, parts = (document[name] for name in ("results", "server", "parts"))
+    assert (results["completed"], results["failed"]) == (9, 0)
+    assert results["prompt_tokens"] == 3 * (84 + 109 + 134)
+    # Later turns find what was said before, other sessions their tools.
+    assert results["cached_tokens"] >= 3 * (80 + 96) + 2 * 64
+    hits = sum(server["totals"][f"hit_tokens_{source}"] for source in ("local", "moved", "host"))
+    assert hits > 0
+    assert server["totals"]["finished_length"] == 9
+    assert server["totals"]["blocks_moved"] > 0
+    whole = [parts[name]["mean"] for name in ("queue_s", "prefill_s", "delivery_s", "network_s")]
+    assert sum(whole) == pytest.approx(results["ttft_s"]["mean"])
+    assert results["cpu_s_per_output_token"] > 0
+    assert_quiet(client)
