@@ -1,4 +1,4 @@
-"""The router as an actor: an event loop in a thread, with router, front door and gRPC server.
+"""The router as an actor: an event loop in a thread, with router, front door and its servers.
 
 A plain class: the launcher wraps it with ``ray.remote``. Ray starts it and watches it; no token
 passes through Ray.
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
+from kvferry.cluster.http_door.server import HttpServer
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
@@ -38,7 +39,7 @@ class RouterSettings:
     """All that a router needs to know to start.
 
     Attributes:
-        grpc: HOST:PORT to listen on; port 0 picks a free one.
+        grpc, http: HOST:PORT to listen on; port 0 picks a free one, no ``http`` is no such door.
         served_name: the model's name to clients; None: its own.
         prefill_window: tokens that a prefill worker may hold beyond what it runs.
     """
@@ -49,8 +50,17 @@ class RouterSettings:
     config: RouterConfig
     prefill_window: int
     served_name: str | None = None
+    http: str | None = None
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterEndpoints:
+    """Where a router listens: HOST:PORT of each door."""
+
+    grpc: str
+    http: str | None
 
 
 class RouterActor:
@@ -66,9 +76,10 @@ class RouterActor:
         self._thread.start()
         self._node: RouterNode | None = None
         self._server: GrpcServer | None = None
+        self._http: HttpServer | None = None
 
-    def start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
-        """Listen and register the workers; returns the gRPC endpoint. Raises PortUnavailable."""
+    def start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
+        """Listen and register the workers; returns the endpoints. Raises PortUnavailable."""
         return self._call(self._start(model, workers))
 
     def whereabouts(self, node_id: Callable[[object], str]) -> tuple[NodeRef, int, str]:
@@ -116,7 +127,7 @@ class RouterActor:
         self._node.router.lost.clear()
         return lost
 
-    async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
+    async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
         settings = self._settings
         folder = Path(settings.model_folder)
         intake = Intake(
@@ -129,11 +140,18 @@ class RouterActor:
         self._node = RouterNode(
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
         )
-        self._server = GrpcServer(self._node, settings.grpc, settings.limits)
+        if settings.http is not None:
+            self._http = HttpServer(self._node, settings.http, settings.limits)
+        http = None if self._http is None else self._http.endpoint
+        self._server = GrpcServer(
+            self._node, settings.grpc, settings.limits, () if http is None else (http,)
+        )
         for worker in workers:
             self._node.register(worker)
         await self._server.start()
-        return self._server.endpoint
+        if self._http is not None:
+            await self._http.start()
+        return RouterEndpoints(self._server.endpoint, http)
 
     async def _not_ready_reasons(self) -> list[str]:
         assert self._node is not None
@@ -144,8 +162,8 @@ class RouterActor:
         action(self._node)
 
     async def _stop(self, grace_s: float) -> None:
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        doors = [door for door in (self._server, self._http) if door is not None]
+        await asyncio.gather(*(door.stop(grace_s) for door in doors))
         if self._node is not None:
             await self._node.stop()
 

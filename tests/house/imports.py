@@ -17,6 +17,8 @@ ONLY_IN = {
     "google": {"cluster", "protos"},
     "zmq": {"worker", "prefill_worker", "decode_worker", "cluster"},
     "pydantic": {"cluster"},
+    "fastapi": {"cluster"},
+    "uvicorn": {"cluster"},
     "torch": set(ROOMS) - {"kv_cache", "protos"},
     "transformers": set(),
     "pickle": set(),
