@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from kvferry.engine.request import InvalidRequest
 
@@ -54,6 +54,12 @@ def _is_list(value: object, kind: type) -> bool:
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
+def _text(value: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("wanted valid Unicode: half of a surrogate pair is no character")
+    return value
+
+
 def _strings(value: object) -> list[str]:
     if isinstance(value, str):
         return [value]
@@ -77,10 +83,13 @@ def _biases(value: object) -> dict[int, float]:
     return biases
 
 
+Text = Annotated[str, AfterValidator(_text)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    model: str = ""
+    model: Text = ""
 
 
 class StreamOptions(BaseModel):
@@ -118,10 +127,10 @@ class GenerationBody(_Body):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
 
-    cache_salt: str = ""
+    cache_salt: Text = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    request_id: str = ""
-    user: str = ""
+    request_id: Text = ""
+    user: Text = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False

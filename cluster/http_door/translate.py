@@ -26,6 +26,7 @@ from kvferry.protos import kvferry_pb2 as pb
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions without chat
 
+_NOT_ENCODED = "the request cannot be encoded"
 _CHAT_NAMES = {
     "chat.messages": "messages",
     "chat.tools": "tools",
@@ -117,7 +118,10 @@ def _ask(prompt: str | None, options: GenerateOptions, names: Mapping[str, str])
     try:
         return Ask(build_request(prompt, options), names)
     except InvalidRequest as error:
-        raise InvalidRequest(renamed(str(error), names)) from error
+        message = renamed(str(error), names)
+        if message.startswith(_NOT_ENCODED):  # of which all but the prompt has been looked at
+            message = f"{names['text']}: {message}"
+        raise InvalidRequest(message) from error
 
 
 def _options(body: GenerationBody) -> GenerateOptions:
