@@ -22,7 +22,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         running.assert_quiet()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(stack: Stack) -> Iterator[httpx2.Client]:
     """A plain client of the door."""
     with httpx2.Client(base_url=stack.url, timeout=LONG_S) as client:

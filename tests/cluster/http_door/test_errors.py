@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from kvferry.cluster.errors import STATUS, Cancelled, KVFerryError, Overloaded, Status
 from kvferry.cluster.http_door.bodies import MAX_PROMPTS
+from kvferry.cluster.http_door.server import HttpServer
 from kvferry.cluster.routed_request import FAILED, RequestEnd
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.request import RequestSpec
@@ -314,6 +316,19 @@ def test_ready_follows_the_workers(folder: Path) -> None:
         stack.on_loop(lambda: stack.node.worker_died(dead.ref, "its process has ended"))
         error_of(http.get("/ready"), 503)
         assert http.get("/health").status_code == 200
+
+
+def test_metrics_are_served_where_there_are_any(stack: Stack) -> None:
+    async def ask() -> httpx2.Response:
+        server = HttpServer(stack.node, "127.0.0.1:0", render_metrics=lambda: (b"a 1\n", "text/x"))
+        await server.start()
+        async with httpx2.AsyncClient(base_url=f"http://{server.endpoint}") as client:
+            answer = await client.get("/metrics")
+        await server.stop(0.0)
+        return answer
+
+    answer = asyncio.run_coroutine_threadsafe(ask(), stack._loop).result(LONG_S)
+    assert (answer.text, answer.headers["content-type"]) == ("a 1\n", "text/x")
 
 
 def test_models_are_listed_and_found(http: httpx2.Client, stack: Stack) -> None:
