@@ -13,12 +13,12 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
-from kvferry.cluster.http_door.server import HttpServer
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
@@ -28,6 +28,9 @@ from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
+
+if TYPE_CHECKING:
+    from kvferry.cluster.http_door.server import HttpServer
 
 CALL_TIMEOUT_S = 60.0
 
@@ -141,7 +144,9 @@ class RouterActor:
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
         )
         if settings.http is not None:
-            self._http = HttpServer(self._node, settings.http, settings.limits)
+            # Loaded where it is wanted only: FastAPI takes half a second of a router's start.
+            door = import_module("kvferry.cluster.http_door.server")
+            self._http = door.HttpServer(self._node, settings.http, settings.limits)
         http = None if self._http is None else self._http.endpoint
         self._server = GrpcServer(
             self._node, settings.grpc, settings.limits, () if http is None else (http,)
