@@ -178,6 +178,9 @@ class Answer(Response):
         for output in outputs:
             known = choices.get(output.index)
             choices[output.index] = output if known is None else known.then(output)
+        num_branches = self._exchange.requests[0].spec.num_branches
+        for index, output in choices.items():  # what is of the prompt came with the first branch
+            output.prompt_logprobs = choices[index - index % num_branches].prompt_logprobs
         shape = self._plan.shape
         listed = [shape.whole(output) for _, output in sorted(choices.items())]
         body = self._envelope(shape.whole_object, listed)

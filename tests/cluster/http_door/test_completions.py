@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from benchmarks.peers.completions_api import PeerAnswer, http_client, sender
 from kvferry.cluster.client import Client
 from tests.fakes import stub_output
 from tests.stack import Stack
@@ -166,6 +168,13 @@ def test_prompt_logprobs_are_vllm_s(http: httpx2.Client) -> None:
         assert entry[str(token_id)]["rank"] == 1
 
 
+def test_prompt_logprobs_are_every_choice_s(http: httpx2.Client) -> None:
+    prompts = [PROMPT, [9, 8, 7]]
+    answer = post(http, prompt=prompts, max_tokens=2, n=2, prompt_logprobs=0, **GREEDY)
+    shown = [[list(e or ()) for e in c["prompt_logprobs"]] for c in answer["choices"]]
+    assert shown == [[[], *([str(token)] for token in p[1:])] for p in prompts for _ in (0, 1)]
+
+
 def test_a_stop_string_is_named_and_not_shown(http: httpx2.Client) -> None:
     text = post(http, prompt="abc", max_tokens=100, **GREEDY)["choices"][0]["text"]
     stop = text[len(text) // 2 :][:2]
@@ -243,3 +252,13 @@ def test_every_field_reaches_the_contract(http: httpx2.Client, sampled: list[Any
 )
 def test_what_asks_for_nothing_is_taken(neutral: dict[str, Any], http: httpx2.Client) -> None:
     assert post(http, prompt="x", max_tokens=1, **neutral)["usage"]["completion_tokens"] == 1
+
+
+def test_the_bench_s_client_of_such_servers_takes_it_as_one(stack: Stack) -> None:
+    async def ask() -> PeerAnswer:
+        async with http_client() as client:
+            answer = await sender(client, stack.url, "stub")(PROMPT, 12)
+        assert isinstance(answer, PeerAnswer)
+        return answer
+
+    assert list(asyncio.run(ask()).output_token_ids) == stub_output(PROMPT, 12)
