@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -76,7 +76,7 @@ class Door:
         received_at = self.node.clock()
         body = await self.read(request, CompletionBody)
         asks = completion_asks(body)
-        wanted = self._wanted(body, body.logprobs is not None)
+        wanted = replace(self._wanted(body, body.logprobs is not None), echo=body.echo)
         shape = CompletionShape(self.node.intake.tokenizer, wanted)
         return self._answer(body, asks, shape, received_at)
 

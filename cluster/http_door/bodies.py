@@ -22,7 +22,6 @@ MAX_PROMPTS = 256
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
@@ -141,6 +140,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     logprobs: int | None = None
+    echo: bool = False
 
 
 class _Conversation(_Body):

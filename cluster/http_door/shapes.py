@@ -51,6 +51,7 @@ class Wanted:
     logprobs: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
+    echo: bool = False
     skip_special_tokens: bool = True
 
 
@@ -95,19 +96,21 @@ class CompletionShape:
         return None
 
     def delta(self, output: Output) -> Json:
-        """Text, and what is wanted beside it."""
+        """Text, and what is wanted beside it; an echo of the prompt comes before the first."""
+        is_first = output.index not in self._opened
+        self._opened.add(output.index)
+        shows_prompt = is_first and self._wanted.echo
         choice: Json = {
             "index": output.index,
-            "text": output.text,
-            "logprobs": self._logprobs(output),
+            "text": (self._prompt(output) if shows_prompt else "") + output.text,
+            "logprobs": self._logprobs(output, shows_prompt),
             "finish_reason": None,
             "stop_reason": None,
         }
         if self._wanted.token_ids:
             choice["token_ids"] = output.token_ids
-            if output.index not in self._opened:
+            if is_first:
                 choice["prompt_token_ids"] = list(output.prompt_token_ids)
-                self._opened.add(output.index)
         return choice
 
     def ending(self, output: Output) -> Json:
@@ -122,7 +125,11 @@ class CompletionShape:
             choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, output)
         return choice
 
-    def _logprobs(self, output: Output) -> Json | None:
+    def _prompt(self, output: Output) -> str:
+        ids = output.prompt_token_ids
+        return self._tokenizer.decode(ids, self._wanted.skip_special_tokens)
+
+    def _logprobs(self, output: Output, with_prompt: bool) -> Json | None:
         if not self._wanted.logprobs:
             return None
         offsets = self._offsets.get(output.index)
@@ -130,12 +137,16 @@ class CompletionShape:
             skip = self._wanted.skip_special_tokens
             offsets = _Offsets(IncrementalDetokenizer(self._tokenizer, skip))
             self._offsets[output.index] = offsets
-        entries = output.logprobs
+        entries: list[TokenLogprobs | None] = [*output.logprobs]
+        ids = [entry.token_id for entry in output.logprobs]
+        if with_prompt:  # of its first token nothing is known
+            entries = [None, *output.prompt_logprobs, *entries]
+            ids = [*output.prompt_token_ids, *ids]
         return {
-            "tokens": [token_text(self._tokenizer, entry.token_id) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
-            "text_offset": [offsets.of(entry.token_id) for entry in entries],
+            "tokens": [token_text(self._tokenizer, token_id) for token_id in ids],
+            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "top_logprobs": [entry and self._top(entry) for entry in entries],
+            "text_offset": [offsets.of(token_id) for token_id in ids],
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:

@@ -63,17 +63,36 @@ def completion_asks(body: CompletionBody) -> list[Ask]:
     """One request per prompt. Raises InvalidRequest."""
     options = _options(body)
     options.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    names = {}
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        _check_echo(body)
+        options["prompt_logprobs"] = body.logprobs
+        names["prompt_logprobs"] = "logprobs"
     several = len(body.prompt) > 1
     return [
-        _completion_ask(prompt, f"prompt[{place}]" if several else "prompt", options)
+        _completion_ask(prompt, f"prompt[{place}]" if several else "prompt", options, names)
         for place, prompt in enumerate(body.prompt)
     ]
 
 
-def _completion_ask(prompt: Prompt, name: str, options: GenerateOptions) -> Ask:
-    names = {"text": name, "token_ids": name}
+def _check_echo(body: CompletionBody) -> None:
+    """What goes together with a prompt that is shown with its log-probabilities."""
+    if body.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs: given with echo and logprobs, which show the same; leave it out"
+        )
+    if body.stream and body.n not in (None, 1):
+        raise InvalidRequest(
+            f"n: got {body.n} with echo and logprobs in a stream, wanted 1; ask without stream"
+        )
+
+
+def _completion_ask(
+    prompt: Prompt, name: str, options: GenerateOptions, others: Mapping[str, str]
+) -> Ask:
+    names = {"text": name, "token_ids": name, **others}
     if isinstance(prompt, str):
         return _ask(prompt, options, names)
     return _ask(None, {**options, "token_ids": prompt}, names)

@@ -175,6 +175,46 @@ def test_prompt_logprobs_are_every_choice_s(http: httpx2.Client) -> None:
     assert shown == [[[], *([str(token)] for token in p[1:])] for p in prompts for _ in (0, 1)]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_an_echo_shows_the_prompt_before_the_output(
+    logprobs: int | None, streamed: bool, http: httpx2.Client
+) -> None:
+    body = {"max_tokens": 5, "logprobs": logprobs, "return_token_ids": True, **GREEDY}
+    prompts = ["grüße, two words", "abc"]
+    plain = post(http, prompt=prompts, **body)["choices"]
+    if streamed:
+        chunks = [c for e in stream(http, prompt=prompts, echo=True, **body) for c in e["choices"]]
+    else:
+        chunks = post(http, prompt=prompts, echo=True, **body)["choices"]
+    for index, (prompt, choice) in enumerate(zip(prompts, plain, strict=True)):
+        mine = [chunk for chunk in chunks if chunk["index"] == index]
+        assert "".join(chunk["text"] for chunk in mine) == prompt + choice["text"]
+        if logprobs is None:
+            assert all(chunk["logprobs"] is None for chunk in mine)
+            continue
+        shown: dict[str, list[Any]] = {}
+        for chunk in mine:
+            for name, values in (chunk["logprobs"] or {}).items():
+                shown.setdefault(name, []).extend(values)
+        num_prompt = len(choice["prompt_token_ids"])
+        # the stub says of each token where it stands
+        wanted = [None, *(-float(place) for place in range(1, num_prompt + 5))]
+        assert shown["token_logprobs"] == wanted
+        assert shown["top_logprobs"][0] is None
+        assert shown["tokens"][num_prompt:] == choice["logprobs"]["tokens"]
+        offsets = [offset + len(prompt) for offset in choice["logprobs"]["text_offset"]]
+        assert shown["text_offset"][num_prompt:] == offsets
+        assert {len(values) for values in shown.values()} == {num_prompt + 5}
+
+
+def test_an_echo_of_several_choices_is_in_each(http: httpx2.Client) -> None:
+    answer = post(http, prompt="abc", max_tokens=2, n=2, echo=True, logprobs=0, **GREEDY)
+    for choice in answer["choices"]:
+        assert choice["text"].startswith("abc")
+        assert choice["logprobs"]["token_logprobs"][:3] == [None, -1.0, -2.0]
+
+
 def test_a_stop_string_is_named_and_not_shown(http: httpx2.Client) -> None:
     text = post(http, prompt="abc", max_tokens=100, **GREEDY)["choices"][0]["text"]
     stop = text[len(text) // 2 :][:2]
@@ -242,7 +282,7 @@ def test_every_field_reaches_the_contract(http: httpx2.Client, sampled: list[Any
 @pytest.mark.parametrize(
     "neutral",
     [
-        {"echo": False},
+        {"parallel_tool_calls": True},
         {"best_of": 1},
         {"suffix": None, "logprobs": None, "logit_bias": None, "stop": None, "nonsense": None},
         {"top_k": -1},
