@@ -118,7 +118,8 @@ def _check_encodes(name: str, value: Any) -> None:
     try:
         pb.SamplingParams(**{name: value})
     except (TypeError, ValueError) as exc:
-        raise InvalidRequest(f"{name}: got {value!r:.80}, which cannot be encoded: {exc}") from exc
+        why = f"{exc!s:.80}"
+        raise InvalidRequest(f"{name}: got {value!r:.80}, which cannot be encoded: {why}") from exc
 
 
 @dataclass(slots=True)

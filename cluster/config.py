@@ -41,7 +41,7 @@ _LATER_KEYS = {
     "colocated": ("resources",),
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
-    "server": ("http", "metrics", "tls", "auth"),
+    "server": ("metrics", "tls", "auth"),
 }
 _LATER_VALUES = {
     "prefill.device": ("cuda",),

@@ -224,10 +224,12 @@ class ServerConfig(_Section):
 
     A connection that has been idle for ``keepalive`` is pinged, and dropped if it does not answer
     for ``keepalive_timeout``; a client that takes nothing of its stream for ``slow_client_limit``
-    has its request cancelled. ``max_message_bytes`` bounds what is received.
+    has its request cancelled. ``max_message_bytes`` bounds what is received. No ``http``: no such
+    door.
     """
 
     grpc: HostPort = "127.0.0.1:50051"
+    http: HostPort | None = None
     max_message_bytes: Annotated[Size, Field(ge=1024, lt=2**31)] = 4 * 2**20
     keepalive: Annotated[Duration, Field(ge=1, le=86400)] = 30.0
     keepalive_timeout: Annotated[Duration, Field(ge=1, le=86400)] = 10.0
@@ -367,6 +369,10 @@ class Config(_Section):
                 transfer.stall_limit >= 2 * transfer.list_period,
                 f"transfer.stall_limit: got {transfer.stall_limit:g} s, wanted at least two of "
                 f"transfer.list_period = {transfer.list_period:g} s",
+            ),
+            (
+                self.server.http != self.server.grpc or self.server.grpc.endswith(":0"),
+                f"server.http: got {self.server.http}, which is server.grpc's: give another",
             ),
             (
                 self.debug.kernels != "reference" or self.debug.isa == "auto",

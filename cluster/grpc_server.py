@@ -7,14 +7,14 @@ do is ``cluster.grpc_services``'s.
 from __future__ import annotations
 
 import asyncio
-import socket
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.cluster.errors import PortUnavailable
 from kvferry.cluster.grpc_services import ClusterServicer, InferenceServicer
+from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.protos import kvferry_pb2 as pb
@@ -25,44 +25,35 @@ READY_PERIOD_S = 0.1
 LAST_WORDS_S = 1.0  # for the errors of streams that a stop has ended
 
 
-def check_port(address: str) -> None:
-    """Raise PortUnavailable if HOST:PORT is taken now, before a model is loaded for it."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            raise _unavailable(address, error.strerror or str(error)) from error
-
-
-def _unavailable(address: str, why: str) -> PortUnavailable:
-    return PortUnavailable(
-        f"cannot listen on {address}: {why}; is another server using the port? Give another "
-        "address, or port 0 to pick a free one"
-    )
-
-
 class GrpcServer:
-    """The listening server: services, health, reflection, readiness."""
+    """The listening server: services, health, reflection, readiness.
 
-    def __init__(self, node: RouterNode, address: str, limits: ServerLimits | None = None) -> None:
+    ``http_endpoints``: HOST:PORT of the other door, for status.
+    """
+
+    def __init__(
+        self,
+        node: RouterNode,
+        address: str,
+        limits: ServerLimits | None = None,
+        http_endpoints: Sequence[str] = (),
+    ) -> None:
         self._node = node
         limits = limits or ServerLimits()
         self._server = grpc.aio.server(options=limits.channel_options())
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise _unavailable(address, str(error)) from error
+            raise unavailable(address, str(error)) from error
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"
+        endpoints = pb.Endpoints(grpc=[self.endpoint], http=http_endpoints)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         kvferry_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(node, limits.slow_client_limit_s), self._server
         )
         kvferry_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterServicer(node, self.endpoint), self._server
+            ClusterServicer(node, endpoints), self._server
         )
         services = (service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

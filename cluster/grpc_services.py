@@ -139,9 +139,9 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
 class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
     """Status and Audit."""
 
-    def __init__(self, node: RouterNode, endpoint: str) -> None:
+    def __init__(self, node: RouterNode, endpoints: pb.Endpoints) -> None:
         self._node = node
-        self._endpoint = endpoint
+        self._endpoints = endpoints
         self._machine = pb.Machine(**machine())
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
@@ -160,7 +160,7 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
             ready=not reasons,
             not_ready_reasons=reasons,
             model=wire.model(node.intake.model),
-            endpoints=pb.Endpoints(grpc=[self._endpoint]),
+            endpoints=self._endpoints,
             routers=[
                 pb.Router(
                     router_id=router.ref.node_id,

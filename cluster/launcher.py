@@ -19,7 +19,7 @@ from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.errors import NotReady
-from kvferry.cluster.grpc_server import check_port
+from kvferry.cluster.ports import check_port
 from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_actor
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
@@ -52,13 +52,14 @@ class Cluster:
     """A running cluster; ends with ``stop`` or as a context manager.
 
     Attributes:
-        grpc: HOST:PORT of the gRPC endpoint.
+        grpc, http: HOST:PORT of each door; no ``http`` is no such door.
         ray_address: address of the Ray cluster.
         startup_s: seconds from the call of ``start`` to readiness.
     """
 
     def __init__(self, config: Config, model_folder: Path, owns_ray: bool) -> None:
         self.grpc = config.server.grpc
+        self.http = config.server.http
         self.ray_address = ""
         self.startup_s = 0.0
         self._config = config
@@ -79,6 +80,8 @@ class Cluster:
         began = time.monotonic()
         if not config.ray.address:  # else the router may be on another host
             check_port(config.server.grpc)
+            if config.server.http is not None:
+                check_port(config.server.http)
         address = config.ray.address
         progress(f"joining the Ray cluster at {address}" if address else "starting Ray")
         owns_ray = init_ray(config)
@@ -111,7 +114,8 @@ class Cluster:
         for warning in sorted({w.kernels_warning for w in workers if w.kernels_warning}):
             progress(f"warning: {warning}")
         self._model = served_model(workers, self._config.model.served_name)
-        self.grpc = get(self._router.start.remote(self._model, workers))
+        endpoints = get(self._router.start.remote(self._model, workers))
+        self.grpc, self.http = endpoints.grpc, endpoints.http
         self._wait_ready(progress)
         router = RunningRouter(self._router, *get(self._router.whereabouts.remote(node_id)))
         self._supervision = Supervision(
@@ -136,7 +140,7 @@ class Cluster:
 
     def _new_router(self) -> Any:
         ref = NodeRef(ROUTER_NAME, next_epoch())
-        settings = router_settings(self._config, self._model_folder, ref, self.grpc)
+        settings = router_settings(self._config, self._model_folder, ref, self.grpc, self.http)
         return remote_actor(RouterActor, 1, self._config).remote(settings, self._log_level)
 
     def _start_worker(self, setting: WorkerSettings) -> tuple[Any, Any]:

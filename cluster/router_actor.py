@@ -1,4 +1,4 @@
-"""The router as an actor: an event loop in a thread, with router, front door and gRPC server.
+"""The router as an actor: an event loop in a thread, with router, front door and its servers.
 
 A plain class: the launcher wraps it with ``ray.remote``. Ray starts it and watches it; no token
 passes through Ray.
@@ -13,8 +13,9 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
@@ -28,6 +29,9 @@ from kvferry.engine.tokenizer import Tokenizer
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
 
+if TYPE_CHECKING:
+    from kvferry.cluster.http_door.server import HttpServer
+
 CALL_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
@@ -38,7 +42,7 @@ class RouterSettings:
     """All that a router needs to know to start.
 
     Attributes:
-        grpc: HOST:PORT to listen on; port 0 picks a free one.
+        grpc, http: HOST:PORT to listen on; port 0 picks a free one, no ``http`` is no such door.
         served_name: the model's name to clients; None: its own.
         prefill_window: tokens that a prefill worker may hold beyond what it runs.
     """
@@ -49,8 +53,17 @@ class RouterSettings:
     config: RouterConfig
     prefill_window: int
     served_name: str | None = None
+    http: str | None = None
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterEndpoints:
+    """Where a router listens: HOST:PORT of each door."""
+
+    grpc: str
+    http: str | None
 
 
 class RouterActor:
@@ -66,9 +79,10 @@ class RouterActor:
         self._thread.start()
         self._node: RouterNode | None = None
         self._server: GrpcServer | None = None
+        self._http: HttpServer | None = None
 
-    def start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
-        """Listen and register the workers; returns the gRPC endpoint. Raises PortUnavailable."""
+    def start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
+        """Listen and register the workers; returns the endpoints. Raises PortUnavailable."""
         return self._call(self._start(model, workers))
 
     def whereabouts(self, node_id: Callable[[object], str]) -> tuple[NodeRef, int, str]:
@@ -116,7 +130,7 @@ class RouterActor:
         self._node.router.lost.clear()
         return lost
 
-    async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
+    async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
         settings = self._settings
         folder = Path(settings.model_folder)
         intake = Intake(
@@ -129,11 +143,20 @@ class RouterActor:
         self._node = RouterNode(
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
         )
-        self._server = GrpcServer(self._node, settings.grpc, settings.limits)
+        if settings.http is not None:
+            # Loaded where it is wanted only: FastAPI takes half a second of a router's start.
+            door = import_module("kvferry.cluster.http_door.server")
+            self._http = door.HttpServer(self._node, settings.http, settings.limits)
+        http = None if self._http is None else self._http.endpoint
+        self._server = GrpcServer(
+            self._node, settings.grpc, settings.limits, () if http is None else (http,)
+        )
         for worker in workers:
             self._node.register(worker)
         await self._server.start()
-        return self._server.endpoint
+        if self._http is not None:
+            await self._http.start()
+        return RouterEndpoints(self._server.endpoint, http)
 
     async def _not_ready_reasons(self) -> list[str]:
         assert self._node is not None
@@ -144,8 +167,8 @@ class RouterActor:
         action(self._node)
 
     async def _stop(self, grace_s: float) -> None:
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        doors = [door for door in (self._server, self._http) if door is not None]
+        await asyncio.gather(*(door.stop(grace_s) for door in doors))
         if self._node is not None:
             await self._node.stop()
 

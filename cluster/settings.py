@@ -95,8 +95,10 @@ def _ageing(config: Config) -> float | None:
     return config.scheduler.ageing if config.scheduler.policy == "priority" else None
 
 
-def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str) -> RouterSettings:
-    """The router's settings, listening on ``grpc``."""
+def router_settings(
+    config: Config, model_folder: Path, ref: NodeRef, grpc: str, http: str | None = None
+) -> RouterSettings:
+    """The router's settings, listening on ``grpc`` and, where it is one, ``http``."""
     return RouterSettings(
         ref,
         str(model_folder),
@@ -113,6 +115,7 @@ def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str)
         ),
         config.router.prefill_window,
         config.model.served_name,
+        http,
         limits=ServerLimits(
             config.server.max_message_bytes,
             config.server.keepalive,

@@ -1,4 +1,4 @@
-"""A served cluster in one process, without Ray: real gRPC, ZeroMQ and shared memory, a stub model.
+"""A served cluster in one process, without Ray: real sockets and shared memory, a stub model.
 
 Router and front door run on a loop in a thread of their own, each worker on its engine and network
 threads, as in production. Steps of the model and reads of the connector can be held, so that a test
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvferry.cluster.grpc_server import GrpcServer
+from kvferry.cluster.http_door.server import HttpServer
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
@@ -212,10 +213,12 @@ class Stack:
     limits: ServerLimits = field(default_factory=ServerLimits)
     audit_every_step: bool = False
     wait_ready: bool = True
+    http: bool = False
 
     def __post_init__(self) -> None:
         self.workers: dict[str, StackWorker] = {}
         self.endpoint = ""
+        self.url = ""
         self._epoch = 1
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -292,11 +295,18 @@ class Stack:
         self.node = RouterNode(
             NodeRef("router-0", 1), intake, self.router_config, self.prefill_window
         )
-        self.server = GrpcServer(self.node, "127.0.0.1:0", self.limits)
+        self.http_server = HttpServer(self.node, "127.0.0.1:0", self.limits) if self.http else None
+        endpoints = () if self.http_server is None else (self.http_server.endpoint,)
+        self.server = GrpcServer(self.node, "127.0.0.1:0", self.limits, endpoints)
         await self.server.start()
         self.endpoint = self.server.endpoint
+        if self.http_server is not None:
+            await self.http_server.start()
+            self.url = f"http://{self.http_server.endpoint}"
 
     async def _stop(self) -> None:
+        if self.http_server is not None:
+            await self.http_server.stop(0.0)
         await self.server.stop(0.0)
         await self.node.stop()
 

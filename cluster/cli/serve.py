@@ -41,6 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="address to serve gRPC on; port 0 picks a free one (default: 127.0.0.1:50051)",
     )
     parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help="address to serve the OpenAI-compatible API on; port 0 picks a free one "
+        "(default: none)",
+    )
+    parser.add_argument(
         "--address",
         metavar="RAY_ADDRESS",
         help="join this running Ray cluster, HOST:PORT (default: start one of its own)",
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> Result:
             **cluster_overrides(args),
             "colocated.replicas": args.colocated,
             "server.grpc": args.grpc,
+            "server.http": args.http,
             "ray.address": args.address,
         },
     )
@@ -69,16 +76,18 @@ def run(args: argparse.Namespace) -> Result:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
         with ProgressLine(quiet=False, on_news=signals.check) as progress:
-            if not is_loopback(config.server.grpc):
+            for address in (config.server.grpc, config.server.http):
+                if address is None or is_loopback(address):
+                    continue
                 progress.say(
-                    f"warning: {config.server.grpc} can be reached from other machines, and there "
+                    f"warning: {address} can be reached from other machines, and there "
                     "is neither TLS nor authentication: anybody who reaches it may use the cluster"
                 )
             cluster = start(config, progress)
         try:
             signals.install()  # whatever start-up put in their place
             signals.started()
-            line = ready_line(cluster.grpc, cluster.ray_address)
+            line = ready_line(cluster.grpc, cluster.http, cluster.ray_address)
             if args.ready_file is not None:
                 write_whole(args.ready_file, line + "\n")
             print(line, flush=True)
@@ -101,9 +110,9 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def ready_line(grpc: str, ray_address: str) -> str:
+def ready_line(grpc: str, http: str | None, ray_address: str) -> str:
     """The line that says where the cluster listens."""
-    facts = {"grpc": grpc, "http": None, "pid": os.getpid(), "ray_address": ray_address}
+    facts = {"grpc": grpc, "http": http, "pid": os.getpid(), "ray_address": ray_address}
     return f"READY {json.dumps(facts, separators=(',', ':'))}"
 
 

@@ -17,10 +17,12 @@ from kvferry.cluster.config import Config
 class RunningCluster(Protocol):
     """What commands need of ``kvferry.cluster.launcher.Cluster``.
 
-    ``grpc`` is HOST:PORT; ``startup_s`` the seconds from the call to readiness.
+    ``grpc`` and ``http`` (None: no such door) are HOST:PORT; ``startup_s`` is the seconds from the
+    call to readiness.
     """
 
     grpc: str
+    http: str | None
     ray_address: str
     startup_s: float
 

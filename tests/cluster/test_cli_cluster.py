@@ -25,6 +25,7 @@ from tests.cluster.fake_server import FakeServer, accepted, delta
 class FakeCluster:
     """A running cluster whose gRPC is the fake server's."""
 
+    http: str | None = None
     ray_address = "127.0.0.1:6379"
     startup_s = 1.5
 
@@ -193,7 +194,8 @@ import sys, time
 from kvferry.cluster.cli import main, serve
 
 class Cluster:
-    grpc, ray_address, startup_s = "127.0.0.1:7", "127.0.0.1:6379", 0.0
+    grpc, http = "127.0.0.1:7", "127.0.0.1:8"
+    ray_address, startup_s = "127.0.0.1:6379", 0.0
     def stop(self, grace_s):
         print("STOPPING", flush=True)
         {stop}
@@ -246,7 +248,7 @@ def test_serve_says_ready_once_and_stops_in_order(
     facts = json.loads(ready.removeprefix("READY "))
     assert facts == {
         "grpc": "127.0.0.1:7",
-        "http": None,
+        "http": "127.0.0.1:8",
         "pid": process.pid,
         "ray_address": "127.0.0.1:6379",
     }
@@ -293,7 +295,7 @@ def test_serve_takes_the_signals_back_from_what_start_up_installed(serve: Serve)
 
 
 def test_ready_line_is_one_line() -> None:
-    said = ready_line("127.0.0.1:1", "x")
+    said = ready_line("127.0.0.1:1", "127.0.0.1:2", "x")
     assert "\n" not in said
     assert json.loads(said.removeprefix("READY "))["pid"] == os.getpid()
 

@@ -95,7 +95,7 @@ def test_unknown_key_names_its_path_and_the_nearest(
         "slo.ttft",
         "tenants.a",
         "cache.hash_seed",
-        "server.http",
+        "server.metrics",
         "server.tls",
         "router.replicas",
     ],
@@ -324,3 +324,15 @@ def test_workers_get_the_host_tier_and_router_and_workers_the_ageing() -> None:
     assert router_settings(plain, Path("m"), ref, "127.0.0.1:0").config.ageing is None
     workers = worker_settings(plain, Path("m"), sizes, lambda: 1)
     assert {settings.host_bytes for _, settings in workers} == {0}
+
+
+def test_the_http_door_has_an_address_of_its_own_or_there_is_none() -> None:
+    ref = NodeRef("router-0", 1)
+    assert load_config().server.http is None
+    config = load_config(None, {"server.http": "127.0.0.1:8000"})
+    settings = router_settings(config, Path("m"), ref, "127.0.0.1:50051", config.server.http)
+    assert (settings.grpc, settings.http) == ("127.0.0.1:50051", "127.0.0.1:8000")
+    message = refusal({"server.http": "127.0.0.1:50051"})
+    assert "server.http: got 127.0.0.1:50051, which is server.grpc's" in message
+    both = load_config(None, {"server.http": "127.0.0.1:0", "server.grpc": "127.0.0.1:0"})
+    assert both.server.http == both.server.grpc

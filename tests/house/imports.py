@@ -18,6 +18,8 @@ ONLY_IN = {
     "aiohttp": {"cluster"},
     "zmq": {"worker", "prefill_worker", "decode_worker", "cluster"},
     "pydantic": {"cluster"},
+    "fastapi": {"cluster"},
+    "uvicorn": {"cluster"},
     "torch": set(ROOMS) - {"kv_cache", "protos"},
     "transformers": set(),
     "pickle": set(),

@@ -26,7 +26,7 @@ def served(
 ) -> Iterator[Served]:
     """One prefill and one decode worker on the real model; started outside the repository."""
     folder: Path = tmp_path_factory.mktemp("served")
-    with Served(folder, CONFIG) as running:
+    with Served(folder, CONFIG, "--http", "127.0.0.1:0") as running:
         yield running
         assert running.process.poll() is None, f"serve died during the tests: {running.err}"
         running.process.send_signal(signal.SIGTERM)

@@ -144,12 +144,14 @@ def test_ctrl_c_while_the_workers_start_leaves_nothing(
         command.assert_nothing_lives_on()
 
 
+@pytest.mark.parametrize("door", ["--grpc", "--http"])
 def test_a_port_in_use_is_said_before_anything_starts(
-    default_model: ModelFolder, tmp_path: Path
+    door: str, default_model: ModelFolder, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with Command("serve", "--grpc", address, folder=tmp_path) as command:
+        free = ("--grpc", "127.0.0.1:0") if door == "--http" else ()
+        with Command("serve", door, address, *free, folder=tmp_path) as command:
             ended = command.wait(START_S)
             assert (ended.code, ended.out) == (3, "")
             assert ended.err.startswith(f"kvferry: cannot listen on {address}: ")

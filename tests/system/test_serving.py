@@ -319,6 +319,7 @@ def test_status_names_the_processes_that_serve(served: Served, client: Client) -
     status = eventually("the workers are idle", client.status, idle)
     assert status.ready and not status.not_ready_reasons
     assert list(status.endpoints.grpc) == [served.endpoint]
+    assert list(status.endpoints.http) == [served.ready["http"]]
     (router,) = status.routers
     assert router.num_in_flight == 0
     pids = [router.pid, *(entry.worker.pid for entry in status.workers)]

@@ -17,8 +17,9 @@ from kvferry.cluster.cli.signals import StopSignals
 from kvferry.cluster.client import AsyncClient
 from kvferry.cluster.config import Config
 from kvferry.cluster.errors import PortUnavailable, WorkerLost
-from kvferry.cluster.grpc_server import GrpcServer, check_port
+from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.ports import check_port
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
