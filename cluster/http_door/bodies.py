@@ -103,7 +103,7 @@ class StreamOptions(BaseModel):
 class GenerationBody(_Body):
     """What both kinds of completion take.
 
-    The fields up to ``skip_special_tokens`` are those of ``kvferry.v1.SamplingParams``.
+    The fields up to ``early_stopping`` are those of ``kvferry.v1.SamplingParams``.
     """
 
     max_tokens: int | None = None
@@ -125,6 +125,9 @@ class GenerationBody(_Body):
     logit_bias: Annotated[dict[int, float] | None, PlainValidator(_biases)] = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     cache_salt: Text = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0

@@ -149,6 +149,8 @@ def _options(body: GenerationBody) -> GenerateOptions:
     del given["logprobs"]  # two things here: a number for completions, a switch for chats
     if given["top_k"] == -1:  # vLLM's older way to say all
         given["top_k"] = 0
+    if isinstance(given["early_stopping"], bool):
+        given["early_stopping"] = str(given["early_stopping"]).lower()
     options = {name: value for name, value in given.items() if value is not None}
     for name in ("model", "cache_salt", "priority", "request_id"):
         options[name] = getattr(body, name)

@@ -302,3 +302,13 @@ def test_the_bench_s_client_of_such_servers_takes_it_as_one(stack: Stack) -> Non
         return answer
 
     assert list(asyncio.run(ask()).output_token_ids) == stub_output(PROMPT, 12)
+
+
+@pytest.mark.parametrize(("early", "sent"), [(True, "true"), (False, "false"), ("never", "never")])
+def test_beams_reach_the_contract(
+    early: bool | str, sent: str, http: httpx2.Client, sampled: list[Any]
+) -> None:
+    post(http, prompt="x", max_tokens=2, num_beams=2, length_penalty=0.5, early_stopping=early)
+    (request,) = sampled
+    assert (request.sampling.num_beams, request.sampling.length_penalty) == (2, 0.5)
+    assert request.sampling.early_stopping == sent
