@@ -7,7 +7,6 @@ passes through Ray.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import threading
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.metrics.endpoint import MetricsServer
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
@@ -26,6 +26,7 @@ from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.worker.description import WorkerDescription
+from kvferry.worker.logs import LogSettings, set_up_logging
 from kvferry.worker.messages import NodeRef
 
 CALL_TIMEOUT_S = 60.0
@@ -41,6 +42,7 @@ class RouterSettings:
         grpc: HOST:PORT to listen on; port 0 picks a free one.
         served_name: the model's name to clients; None: its own.
         prefill_window: tokens that a prefill worker may hold beyond what it runs.
+        metrics: HOST:PORT to serve metrics on; port 0 picks a free one, None: nowhere.
     """
 
     ref: NodeRef
@@ -51,13 +53,14 @@ class RouterSettings:
     served_name: str | None = None
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
+    metrics: str | None = None
 
 
 class RouterActor:
     """One router in this process. ``start`` once, with the workers, then it serves."""
 
-    def __init__(self, settings: RouterSettings, log_level: str = "WARNING") -> None:
-        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+    def __init__(self, settings: RouterSettings, logs: LogSettings) -> None:
+        set_up_logging(logs, settings.ref.node_id)
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -66,10 +69,15 @@ class RouterActor:
         self._thread.start()
         self._node: RouterNode | None = None
         self._server: GrpcServer | None = None
+        self._metrics: MetricsServer | None = None
 
     def start(self, model: ServedModel, workers: list[WorkerDescription]) -> str:
         """Listen and register the workers; returns the gRPC endpoint. Raises PortUnavailable."""
         return self._call(self._start(model, workers))
+
+    def metrics_endpoint(self) -> str | None:
+        """HOST:PORT where metrics are served, once started; None: nowhere."""
+        return self._metrics.endpoint if self._metrics is not None else None
 
     def whereabouts(self, node_id: Callable[[object], str]) -> tuple[NodeRef, int, str]:
         """This life, the process id, and what ``node_id`` says of the host it runs on."""
@@ -130,6 +138,10 @@ class RouterActor:
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
         )
         self._server = GrpcServer(self._node, settings.grpc, settings.limits)
+        if settings.metrics is not None:
+            self._metrics = MetricsServer(settings.metrics, self._node.metrics)
+            self._node.metrics_endpoint = self._metrics.endpoint
+            self._metrics.start()
         for worker in workers:
             self._node.register(worker)
         await self._server.start()
@@ -146,6 +158,8 @@ class RouterActor:
     async def _stop(self, grace_s: float) -> None:
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
         if self._node is not None:
             await self._node.stop()
 

@@ -15,6 +15,7 @@ from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.logs import LogSettings
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
 
@@ -95,8 +96,15 @@ def _ageing(config: Config) -> float | None:
     return config.scheduler.ageing if config.scheduler.policy == "priority" else None
 
 
-def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str) -> RouterSettings:
-    """The router's settings, listening on ``grpc``."""
+def log_settings(config: Config) -> LogSettings:
+    """How every process logs."""
+    return LogSettings(config.logging.level.upper(), config.logging.format)
+
+
+def router_settings(
+    config: Config, model_folder: Path, ref: NodeRef, grpc: str, metrics: str | None = None
+) -> RouterSettings:
+    """The router's settings, listening on ``grpc`` and, for Prometheus, on ``metrics``."""
     return RouterSettings(
         ref,
         str(model_folder),
@@ -119,4 +127,5 @@ def router_settings(config: Config, model_folder: Path, ref: NodeRef, grpc: str)
             config.server.keepalive_timeout,
             config.server.slow_client_limit,
         ),
+        metrics=metrics,
     )

@@ -11,11 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvferry.decode_worker.branching import (
-    begin_computing,
-    begin_decoding,
-    branch_off,
-)
+from kvferry.decode_worker.branching import begin_computing, begin_decoding, branch_off
 from kvferry.decode_worker.leg import DecodeLeg, LegBranch
 from kvferry.decode_worker.puller import Puller, acknowledgement
 from kvferry.decode_worker.reservation import never_fits, reservation, take
@@ -206,6 +202,7 @@ class DecodeRole:
             self._fail_leg(leg, FailureCause.TRANSFER, problem)
             return
         assert leg.table is not None
+        self.puller.completed(leg)
         leg.ready_at, leg.state = now, LegState.RUNNING
         leg.table.num_sealed = len(leg.table.block_ids)
         going_on = leg.take_first(hand_off.token_ids, hand_off.logprobs)
@@ -390,10 +387,11 @@ class DecodeRole:
                 yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
 
     def add_load(self, load: LoadReport) -> LoadReport:
-        """Reservations and the FULL line."""
+        """Reservations and the FULL line, and what was moved."""
         states = [leg.state for leg in self.legs.values()]
         return replace(
             load,
+            tallies=replace(load.tallies, transfers=self.puller.tallies()),
             num_reserved=states.count(LegState.RESERVED),
             num_full=states.count(LegState.FULL),
             decode_step_s=self._step_s,

@@ -41,6 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="address to serve gRPC on; port 0 picks a free one (default: 127.0.0.1:50051)",
     )
     parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="address to serve metrics for Prometheus on; port 0 picks a free one (default: none)",
+    )
+    parser.add_argument(
         "--address",
         metavar="RAY_ADDRESS",
         help="join this running Ray cluster, HOST:PORT (default: start one of its own)",
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace) -> Result:
             **cluster_overrides(args),
             "colocated.replicas": args.colocated,
             "server.grpc": args.grpc,
+            "server.metrics": args.metrics,
             "ray.address": args.address,
         },
     )
@@ -74,11 +80,16 @@ def run(args: argparse.Namespace) -> Result:
                     f"warning: {config.server.grpc} can be reached from other machines, and there "
                     "is neither TLS nor authentication: anybody who reaches it may use the cluster"
                 )
+            if config.server.metrics is not None and not is_loopback(config.server.metrics):
+                progress.say(
+                    f"warning: {config.server.metrics} can be reached from other machines, and "
+                    "whoever reaches it may read the metrics"
+                )
             cluster = start(config, progress)
         try:
             signals.install()  # whatever start-up put in their place
             signals.started()
-            line = ready_line(cluster.grpc, cluster.ray_address)
+            line = ready_line(cluster.grpc, cluster.ray_address, cluster.metrics)
             if args.ready_file is not None:
                 write_whole(args.ready_file, line + "\n")
             print(line, flush=True)
@@ -101,9 +112,15 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def ready_line(grpc: str, ray_address: str) -> str:
+def ready_line(grpc: str, ray_address: str, metrics: str | None = None) -> str:
     """The line that says where the cluster listens."""
-    facts = {"grpc": grpc, "http": None, "pid": os.getpid(), "ray_address": ray_address}
+    facts = {
+        "grpc": grpc,
+        "http": None,
+        "pid": os.getpid(),
+        "ray_address": ray_address,
+        "metrics": metrics,
+    }
     return f"READY {json.dumps(facts, separators=(',', ':'))}"
 
 

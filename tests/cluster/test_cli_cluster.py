@@ -26,6 +26,7 @@ class FakeCluster:
     """A running cluster whose gRPC is the fake server's."""
 
     ray_address = "127.0.0.1:6379"
+    metrics = None
     startup_s = 1.5
 
     def __init__(self, endpoint: str) -> None:
@@ -193,7 +194,7 @@ import sys, time
 from kvferry.cluster.cli import main, serve
 
 class Cluster:
-    grpc, ray_address, startup_s = "127.0.0.1:7", "127.0.0.1:6379", 0.0
+    grpc, ray_address, startup_s, metrics = "127.0.0.1:7", "127.0.0.1:6379", 0.0, None
     def stop(self, grace_s):
         print("STOPPING", flush=True)
         {stop}
@@ -249,6 +250,7 @@ def test_serve_says_ready_once_and_stops_in_order(
         "http": None,
         "pid": process.pid,
         "ray_address": "127.0.0.1:6379",
+        "metrics": None,
     }
     assert file.read_text() == ready
     process.send_signal(number)
