@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.histogram import TRANSFER_SECONDS, Histogram
+from kvferry.kv_transfer.connector import ReadStatus
 from kvferry.worker.reports import CacheCounters, HistogramReport, TransferTally, WorkerTallies
+
+READ_FAILURES = (
+    *(status.value for status in ReadStatus if status is not ReadStatus.OK),
+    "late",  # no block within the time
+    "connection",  # the read could not be begun
+)
 
 
 @dataclass(slots=True)
@@ -16,7 +23,7 @@ class TransferCount:
 
     num_moved: int = 0
     bytes_moved: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(READ_FAILURES, 0)))
     seconds: Histogram = field(default_factory=lambda: Histogram(TRANSFER_SECONDS))
 
     def tally(self, connector: str) -> TransferTally:

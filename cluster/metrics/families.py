@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from kvferry.cluster.deaths import DeathCause
+from kvferry.cluster.errors import STATUS
 from kvferry.cluster.metrics import catalog
 from kvferry.cluster.metrics.catalog import Metric
 from kvferry.cluster.metrics.ledger import KnownWorker, Totals
@@ -17,7 +19,7 @@ from kvferry.cluster.routed_request import RequestState
 from kvferry.cluster.router import Router
 from kvferry.engine.histogram import Histogram
 from kvferry.engine.request import FinishReason
-from kvferry.worker.messages import LoadReport, NodeRef, Role
+from kvferry.worker.messages import FailureCause, LoadReport, NodeRef, Role
 
 ROUTER_ROLE = "router"
 Value = float | Histogram
@@ -71,12 +73,12 @@ def families(
         _add_totals(sheet, name, role, totals)
         record = live.get(known.ref)
         _add_state(sheet, known, role, record, now)
+        for cause in DeathCause:
+            sheet.add(catalog.DEATHS, name, role, known.deaths[cause], cause.value)
         info = infos.get(known.ref)
         if record is not None and info is not None:
             labels = (version, info.kernels, info.isa, ",".join(info.connectors))
             sheet.add(catalog.INFO, name, role, 1.0, *labels)
-    for (name, roles, cause), count in router.recorder.ledger.deaths.items():
-        sheet.add(catalog.DEATHS, name, role_label(roles), count, cause)
     return list(sheet.families.values())
 
 
@@ -99,7 +101,8 @@ def _add_router(sheet: _Sheet, router: Router) -> None:
     add(catalog.GENERATION_TOKENS, recorder.generation_tokens)
     for metric in (catalog.PROMPT_TOKENS, catalog.RECOMPUTED_PROMPT, catalog.REUSED):
         add(metric, recorder.counts[metric, ()])
-    for (metric, labels), count in recorder.counts.items():
+    told = dict.fromkeys(_from_the_start(), 0) | recorder.counts
+    for (metric, labels), count in told.items():
         if labels:
             add(metric, count, *labels)
     for metric, histogram in recorder.histograms.items():
@@ -109,6 +112,15 @@ def _add_router(sheet: _Sheet, router: Router) -> None:
     for kind, counter in (("attempt", "stale_refused"), ("unexpected", "unexpected_messages")):
         if router.counters[counter]:
             add(catalog.STALE, router.counters[counter], kind)
+
+
+def _from_the_start() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """What can be counted is there as 0 before it is: a series that begins at 1 has no increase."""
+    for cause in FailureCause:
+        yield catalog.RECOVERED, (cause.value,)
+    for error in STATUS:
+        yield catalog.ERRORS, (error.__name__,)
+        yield catalog.REJECTED, (error.__name__,)
 
 
 def _add_totals(sheet: _Sheet, name: str, role: str, totals: Totals) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvferry.cluster.deaths import DeathCause
 from kvferry.cluster.metrics import catalog
 from kvferry.cluster.metrics.catalog import Metric
 from kvferry.engine.histogram import Histogram
@@ -48,6 +49,7 @@ class KnownWorker:
         roles: what it serves.
         load: its newest report.
         earlier: the lives before, less what this one counted before this router heard of it.
+        deaths: of all its lives, by how they were found out.
         retired: it was drained and has left, so that nobody misses it.
     """
 
@@ -55,6 +57,7 @@ class KnownWorker:
     roles: tuple[Role, ...]
     load: LoadReport | None = None
     earlier: Totals = field(default_factory=Totals)
+    deaths: Counter[DeathCause] = field(default_factory=Counter)
     retired: bool = False
 
 
@@ -63,7 +66,6 @@ class Ledger:
 
     def __init__(self, router_epoch: int) -> None:
         self.workers: dict[str, KnownWorker] = {}
-        self.deaths: Counter[tuple[str, tuple[Role, ...], str]] = Counter()
         self._router_epoch = router_epoch
 
     def joined(self, ref: NodeRef, roles: tuple[Role, ...]) -> None:
@@ -88,11 +90,11 @@ class Ledger:
             return
         known.load = load
 
-    def died(self, ref: NodeRef, cause: str) -> None:
+    def died(self, ref: NodeRef, cause: DeathCause) -> None:
         """A life is over."""
         known = self.workers.get(ref.node_id)
         if known is not None:
-            self.deaths[ref.node_id, known.roles, cause] += 1
+            known.deaths[cause] += 1
 
     def left(self, ref: NodeRef) -> None:
         """A worker was drained and has left: it is not missing."""

@@ -222,7 +222,7 @@ def test_a_recovery_is_counted_with_its_gap_and_what_was_reused() -> None:
     assert found.value("kvferry_recovery_gap_seconds_count") == 1
     assert 0 < found.value("kvferry_recovery_gap_seconds_sum") < 5
     assert found.value("kvferry_reused_tokens_total") == 40, "the prompt was cached at its source"
-    assert found.value("kvferry_worker_deaths_total") == 1
+    assert found.sum("kvferry_worker_deaths_total") == 1
 
 
 def test_every_metric_of_the_catalogue_is_on_the_page_with_its_type_and_meaning() -> None:

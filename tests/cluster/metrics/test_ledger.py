@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cluster.deaths import DeathCause
 from kvferry.cluster.metrics import catalog
 from kvferry.cluster.metrics.ledger import Ledger, Totals, counted
 from kvferry.engine.histogram import STEP_SECONDS
@@ -49,7 +50,7 @@ def test_a_next_life_adds_to_what_the_last_was_heard_to_have_counted() -> None:
     ledger, first, second = Ledger(1), NodeRef("decode-0", 2), NodeRef("decode-0", 5)
     ledger.joined(first, (Role.DECODE,))
     ledger.heard(first, report(9, evictions=7, steps=3, lost=2))
-    ledger.died(first, "silent")
+    ledger.died(first, DeathCause.SILENT)
     assert totals(ledger).counters[LOST] == 2
     ledger.joined(second, (Role.DECODE,))
     assert totals(ledger).counters[EVICTIONS] == 7
@@ -59,7 +60,7 @@ def test_a_next_life_adds_to_what_the_last_was_heard_to_have_counted() -> None:
     assert (found.counters[EVICTIONS], found.counters[LOST]) == (8, 2)
     assert found.histograms[STEPS].counts[0] == 7
     assert found.histograms[STEPS].total == 3.5
-    assert ledger.deaths == {("decode-0", (Role.DECODE,), "silent"): 1}
+    assert ledger.workers["decode-0"].deaths == {DeathCause.SILENT: 1}
 
 
 def test_a_life_older_than_the_router_counts_from_its_first_report() -> None:
