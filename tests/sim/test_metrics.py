@@ -62,8 +62,8 @@ class Storm:
         if at < 0.04:
             return ()
         if at < 0.08:
-            return (0, self.random.randrange(6))
-        return (self.random.randrange(6),) if at < 0.12 else (0,)
+            return (0, self.random.randrange(14))
+        return (self.random.randrange(14),) if at < 0.16 else (0,)  # heartbeats overtake another
 
     def turn(self, number: int) -> None:
         cluster, choose = self.cluster, self.random
