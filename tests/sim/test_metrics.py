@@ -232,3 +232,24 @@ def test_every_metric_of_the_catalogue_is_on_the_page_with_its_type_and_meaning(
         family = found.families[name]
         assert (family.type, family.documentation) == (metric.kind.value, metric.help)
     assert len(found.families) == len(CATALOG)
+
+
+def test_the_gauges_of_block_classes_are_what_the_audit_finds() -> None:
+    cluster = started(blocks_per_poll=1)
+    submit_mix(cluster)
+    seen: Counter[str] = Counter()
+    while any(not listener.ends for listener in cluster.listeners.values()):
+        cluster.advance()
+        for sim in cluster.workers:
+            classes = dict(sim.worker.load().block_classes)
+            audited = sim.worker.audit(cluster.clock.now).counts
+            assert classes == {name.value: count for name, count in audited.items()}
+            assert sum(classes.values()) == sim.worker.engine.pool.num_blocks
+            seen.update(name for name, count in classes.items() if count)
+    assert seen.keys() >= {"referenced", "pinned", "cached", "free"}
+    cluster.run(1.0)
+    found = scraped(cluster)
+    for sim in cluster.workers:
+        for name, count in sim.worker.load().block_classes:
+            at = {"worker_id": sim.ref.node_id, "class": name}
+            assert found.value("kvferry_kv_blocks", **at) == count
