@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAMPLES_TIMEOUT_S = 10.0
+STOP_POLL_S = 0.1
 CLIENT_TIMEOUT_S = 10.0  # a client that says or takes nothing for so long is hung up on
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("the connection of %s broke", client_address, exc_info=True)
 
 
 class _Server6(_Server):
@@ -74,7 +78,10 @@ class MetricsServer:
             ) from error
         self.endpoint = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="kvferry-metrics", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": STOP_POLL_S},
+            name="kvferry-metrics",
+            daemon=True,
         )
 
     def start(self) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from kvferry.cluster.errors import PortUnavailable
+from kvferry.cluster.metrics import endpoint
 from kvferry.cluster.metrics.endpoint import MetricsServer
 from kvferry.cluster.metrics.families import Family, families
 from tests.cluster.metrics.scraping import read
@@ -21,9 +22,9 @@ T = TypeVar("T")
 
 
 def get(
-    endpoint: str, method: str = "GET", path: str = "/metrics", **headers: str
+    at: str, method: str = "GET", path: str = "/metrics", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    host, _, port = endpoint.rpartition(":")
+    host, _, port = at.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=30)
     try:
         connection.request(
@@ -64,15 +65,13 @@ def test_metrics_are_served_as_prometheus_asks_for_them() -> None:
 
 
 def test_a_page_is_compressed_for_who_takes_it() -> None:
-    status, headers, body = serving(
-        bench_source(), lambda endpoint: get(endpoint, Accept_Encoding="gzip")
-    )
+    status, headers, body = serving(bench_source(), lambda at: get(at, Accept_Encoding="gzip"))
     assert (status, headers["Content-Encoding"]) == (200, "gzip")
     assert b"kvferry_worker_ready" in gzip.decompress(body)
 
 
 def test_only_reading_is_allowed() -> None:
-    status, _, _ = serving(bench_source(), lambda endpoint: get(endpoint, "POST"))
+    status, _, _ = serving(bench_source(), lambda at: get(at, "POST"))
     assert status == 405
 
 
@@ -106,6 +105,21 @@ def test_a_scrape_that_fails_is_answered_and_logged(caplog: pytest.LogCaptureFix
     assert [record.getMessage() for record in caplog.records] == ["a scrape failed"]
 
 
+def test_a_client_that_says_nothing_is_hung_up_on_and_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoint._Handler, "timeout", 0.2)
+
+    def ask(at: str) -> tuple[int, bytes]:
+        host, _, port = at.rpartition(":")
+        with socket.create_connection((host, int(port)), 30) as silent:
+            status, _, _ = get(at)
+            return status, silent.recv(1)
+
+    assert serving(bench_source(), ask) == (200, b"")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_taken_port_is_named() -> None:
     async def run(address: str) -> None:
         MetricsServer(address, bench_source())
@@ -117,9 +131,9 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_the_port_is_free_after_a_stop() -> None:
-    endpoint, status = serving(bench_source(), lambda at: (at, get(at)[0]))
+    where, status = serving(bench_source(), lambda at: (at, get(at)[0]))
     assert status == 200
-    assert serving(bench_source(), get, endpoint)[0] == 200
+    assert serving(bench_source(), get, where)[0] == 200
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
