@@ -118,7 +118,7 @@ class Worker:
         self._incompatible: set[NodeRef] = set()
         self._routers: dict[str, _Router] = {}
         self._next_lists = 0.0
-        self._num_loads = 0
+        self._num_beats = 0
 
     def attach(self, role: RoleHandler) -> None:
         """Add a role; a colocated worker has both."""
@@ -222,6 +222,7 @@ class Worker:
 
     def heartbeats(self) -> list[Envelope]:
         """One heartbeat per known router."""
+        self._num_beats += 1
         beat = m.WorkerHeartbeat(self.load())
         return [
             self.channels.stamp_heartbeat(
@@ -237,7 +238,6 @@ class Worker:
     def load(self) -> LoadReport:
         """What this worker holds now."""
         scheduler, index = self.engine.scheduler, self.engine.pool.index
-        self._num_loads += 1
         load = LoadReport(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) - scheduler.num_swapped,
@@ -253,7 +253,7 @@ class Worker:
             stale_refused=self.channels.refused.total(),
             peers=tuple(self._peer_states()),
             block_classes=tuple(self.engine.pool.count_classes().items()),
-            tallies=worker_tallies(self.engine, self.channels.refused, self._num_loads),
+            tallies=worker_tallies(self.engine, self.channels.refused, self._num_beats),
         )
         for role in self.roles:
             load = role.add_load(load)

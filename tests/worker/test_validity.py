@@ -174,9 +174,10 @@ def test_an_impossible_message_is_counted_and_changes_nothing(named: str) -> Non
     before = (worker.load(), dict(worker.members), worker.channels.stamp(ROUTER, RESERVE).heard)
     sender.send(IMPOSSIBLE[named])
     assert worker.channels.refused == {"impossible": 1}
+    assert worker.load().tallies == replace(before[0].tallies, refused=(("impossible", 1),))
     assert not worker.outbox
     now = (
-        replace(worker.load(), stale_refused=0),
+        replace(worker.load(), stale_refused=0, tallies=before[0].tallies),
         dict(worker.members),
         worker.channels.stamp(ROUTER, RESERVE).heard,
     )
