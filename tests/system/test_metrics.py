@@ -30,6 +30,7 @@ SECRET = "zanzibar"
 CONFIG = """
 model: {max_model_len: 256}
 cache: {num_blocks: 64}
+router: {heartbeat_timeout: 60s, worker_wait: 120s}  # a busy machine is no death here
 server: {metrics: 127.0.0.1:0}
 logging: {level: info, format: json}
 """
