@@ -56,7 +56,7 @@ def stack(folder: Path) -> Iterator[Stack]:
 
 
 def page(stack: Stack) -> Scrape:
-    text, content_type = stack._call(stack.node.render_metrics())
+    text, content_type = stack.on_loop(stack.node.render_metrics)
     assert content_type.startswith("text/plain")
     return read(text)
 
