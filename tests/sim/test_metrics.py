@@ -149,12 +149,15 @@ def test_a_run_without_faults_shows_what_was_done_where() -> None:
     moved = found.value("kvferry_transfer_blocks_total", connector="local", role="decode")
     side = cluster.named("decode").decode
     assert side is not None and moved == side.puller.blocks_moved > 0
-    # of seven requests one ends with its first token, and its reservation is cancelled
-    assert found.value("kvferry_transfer_seconds_count", connector="local") == 6
+    # one that ends with its first token has its reservation cancelled
+    streams = [listener.branches.values() for listener in cluster.listeners.values()]
+    pulled = sum(any(len(tokens) > 1 for tokens in branches) for branches in streams)
+    assert found.value("kvferry_transfer_seconds_count", connector="local") == pulled > 5
     assert found.sum("kvferry_transfer_failures_total") == 0
     assert found.value("kvferry_leases_active", role="prefill") == 0
-    assert found.sum("kvferry_router_decisions_total", policy="least_loaded") == 7
-    assert found.value("kvferry_request_prefill_time_seconds_count") == 7
+    served = len(cluster.listeners)
+    assert found.sum("kvferry_router_decisions_total", policy="least_loaded") == served
+    assert found.value("kvferry_request_prefill_time_seconds_count") == served
 
 
 def test_a_worker_that_comes_again_goes_on_counting_where_its_last_life_ended() -> None:
