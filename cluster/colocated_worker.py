@@ -6,10 +6,11 @@ from kvferry.decode_worker.role import DecodeRole
 from kvferry.prefill_worker.role import PrefillRole
 from kvferry.worker.actor import WorkerActor
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.logs import LogSettings
 
 
 class ColocatedWorker(WorkerActor):
     """See ``WorkerActor``."""
 
-    def __init__(self, settings: WorkerSettings, log_level: str) -> None:
-        super().__init__(settings, (PrefillRole, DecodeRole), log_level)
+    def __init__(self, settings: WorkerSettings, logs: LogSettings) -> None:
+        super().__init__(settings, (PrefillRole, DecodeRole), logs)

@@ -34,14 +34,13 @@ class ConfigError(KVFerryError):
 # Keys and values that are spoken for and that a later version fills.
 _LATER_KEYS = {
     "": ("slo", "tenants"),
-    "logging": ("format",),
     "cache": ("hash_seed",),
     "prefill": ("resources",),
     "decode": ("resources",),
     "colocated": ("resources",),
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
-    "server": ("metrics", "tls", "auth"),
+    "server": ("tls", "auth"),
 }
 _LATER_VALUES = {
     "prefill.device": ("cuda",),

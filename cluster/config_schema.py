@@ -225,11 +225,12 @@ class ServerConfig(_Section):
     A connection that has been idle for ``keepalive`` is pinged, and dropped if it does not answer
     for ``keepalive_timeout``; a client that takes nothing of its stream for ``slow_client_limit``
     has its request cancelled. ``max_message_bytes`` bounds what is received. No ``http``: no such
-    door.
+    door; likewise ``metrics``, where Prometheus finds its page.
     """
 
     grpc: HostPort = "127.0.0.1:50051"
     http: HostPort | None = None
+    metrics: HostPort | None = None
     max_message_bytes: Annotated[Size, Field(ge=1024, lt=2**31)] = 4 * 2**20
     keepalive: Annotated[Duration, Field(ge=1, le=86400)] = 30.0
     keepalive_timeout: Annotated[Duration, Field(ge=1, le=86400)] = 10.0
@@ -248,9 +249,10 @@ class RayConfig(_Section):
 
 
 class LoggingConfig(_Section):
-    """What the processes log, to standard error."""
+    """What the processes log, to standard error: lines of text, or of JSON."""
 
     level: Literal["debug", "info", "warning", "error"] = "warning"
+    format: Literal["text", "json"] = "text"
 
 
 class DebugConfig(_Section):

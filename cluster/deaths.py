@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvferry.worker.messages import NodeRef
+
+
+class DeathCause(StrEnum):
+    """How a router finds out that a worker is dead."""
+
+    SILENT = "silent"  # no heartbeat for the timeout
+    HUNG = "hung"  # in one step for longer than the stall limit
+    REPLACED = "replaced"  # its successor has registered
+    ENDED = "ended"  # whoever watches its process says so
 
 
 @dataclass(frozen=True, slots=True)

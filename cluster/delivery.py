@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from kvferry.cluster.errors import Internal
+from kvferry.cluster.metrics.recorder import Recorder
 from kvferry.cluster.routed_request import FAILED, RequestEnd, RoutedBranch, RoutedRequest
 from kvferry.cluster.token_run import TokenRun
 from kvferry.engine.beam_search import searches_beams
@@ -30,18 +31,21 @@ class Delivery:
     Args:
         end_branch: called when a branch has its last token.
         end: called when the listener cannot go on.
+        recorder: hears of what was delivered.
     """
 
-    def __init__(self, end_branch: EndBranch, end: EndRequest) -> None:
+    def __init__(self, end_branch: EndBranch, end: EndRequest, recorder: Recorder) -> None:
         self._end_branch = end_branch
         self._end = end
+        self._recorder = recorder
 
     def first_tokens(self, request: RoutedRequest, done: m.PrefillDone, now: float) -> None:
         """The current attempt's prefill has sampled token 1 of each branch."""
         assert request.decode is not None, "no prefill without a reservation"
         spec = request.decode.body.spec
         if len(done.token_ids) != spec.num_branches:
-            logger.warning("request %s: tokens for other branches", request.request_id)
+            name = request.request_id
+            logger.warning("request %s: tokens for other branches", name, extra=request.about)
             return
         if searches_beams(spec):
             return  # its first token is not known before its last
@@ -97,11 +101,14 @@ class Delivery:
         try:
             match = request.listener.on_tokens(fresh, now)
         except Exception as error:  # one request's boundary: its neighbours go on
-            logger.exception("request %s: its tokens could not be taken", request.request_id)
+            name = request.request_id
+            logger.exception("request %s: its tokens are not taken", name, extra=request.about)
             failed = Internal(f"the front door failed: {type(error).__name__}: {error}")
             self._end(request, RequestEnd(FAILED, failed), now)
             return
-        request.accept(fresh if match is None else fresh.first(match.num_tokens), now)
+        accepted = fresh if match is None else fresh.first(match.num_tokens)
+        request.accept(accepted, now)
+        self._recorder.delivered(request, branch, len(accepted.token_ids), now)
         decision = request.decision
         if fresh.first_index == 0 and decision is not None and decision.actual_ttft_s is None:
             decision.actual_ttft_s = now - request.received_at

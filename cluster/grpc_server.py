@@ -7,7 +7,6 @@ do is ``cluster.grpc_services``'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -28,7 +27,7 @@ LAST_WORDS_S = 1.0  # for the errors of streams that a stop has ended
 class GrpcServer:
     """The listening server: services, health, reflection, readiness.
 
-    ``http_endpoints``: HOST:PORT of the other door, for status.
+    ``others``: the other doors, for status.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class GrpcServer:
         node: RouterNode,
         address: str,
         limits: ServerLimits | None = None,
-        http_endpoints: Sequence[str] = (),
+        others: pb.Endpoints | None = None,
     ) -> None:
         self._node = node
         limits = limits or ServerLimits()
@@ -46,7 +45,8 @@ class GrpcServer:
         except RuntimeError as error:
             raise unavailable(address, str(error)) from error
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"
-        endpoints = pb.Endpoints(grpc=[self.endpoint], http=http_endpoints)
+        endpoints = pb.Endpoints(grpc=[self.endpoint])
+        endpoints.MergeFrom(others or pb.Endpoints())
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         kvferry_pb2_grpc.add_InferenceServicer_to_server(

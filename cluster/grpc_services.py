@@ -20,6 +20,7 @@ from kvferry.cluster import wire
 from kvferry.cluster.errors import Cancelled, DeadlineExceeded, UnknownRequest, to_grpc
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.reports.common import distribution_version, machine
+from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.session import BranchEnd, SessionItem, TextDelta, coalesced
 from kvferry.protos import kvferry_pb2 as pb
@@ -72,23 +73,25 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         request_id = routed.request_id
         try:
             accepted = wire.accepted(routed, request.echo_prompt_token_ids)
-            await self._write(context, accepted, request_id)
+            await self._write(context, accepted, routed)
             while True:
                 for item in await stream.next():
                     if isinstance(item, TextDelta):
-                        await self._write(context, wire.delta(request_id, item), request_id)
+                        await self._write(context, wire.delta(request_id, item), routed)
                         continue
                     if isinstance(item, BranchEnd):
-                        await self._write(context, wire.branch_end(request_id, item), request_id)
+                        await self._write(context, wire.branch_end(request_id, item), routed)
                         continue
                     if item.end.error is not None:
-                        await fail(context, item.end.error, request_id)
-                    await self._write(context, wire.finished(item), request_id)
+                        await fail(context, item.end.error, routed)
+                    await self._write(context, wire.finished(item), routed)
                     return
         finally:
             node.cancel(request_id)
 
-    async def _write(self, context: Context, message: pb.GenerateResponse, request_id: str) -> None:
+    async def _write(
+        self, context: Context, message: pb.GenerateResponse, routed: RoutedRequest
+    ) -> None:
         """Hand one message to the transport, which takes none while the client takes none.
 
         A client that takes nothing for the limit has its request cancelled at once. The status
@@ -100,20 +103,20 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         try:
             done, _ = await asyncio.wait({write}, timeout=self._slow_client_limit_s)
             if not done:
-                slow = self._give_up(request_id)
+                slow = self._give_up(routed)
             await write
         finally:
             write.cancel()  # if the call has ended meanwhile; else it is done
         if not done:
-            await fail(context, slow, request_id)
+            await fail(context, slow, routed)
 
-    def _give_up(self, request_id: str) -> Cancelled:
+    def _give_up(self, routed: RoutedRequest) -> Cancelled:
         """Cancel the request of a client that takes nothing; what it will be told."""
-        self._node.cancel(request_id)
+        self._node.cancel(routed.request_id)
         self._node.router.counters["slow_clients"] += 1
         limit = f"{self._slow_client_limit_s:g} s (server.slow_client_limit)"
         slow = Cancelled(f"the client took nothing of its stream for {limit}: read faster")
-        logger.warning("request %s: %s", request_id, slow)
+        logger.warning("request %s: %s", routed.request_id, slow, extra=routed.about)
         return slow
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
@@ -210,10 +213,15 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
         return pb.DrainResponse()
 
 
-async def fail(context: Context, error: Exception, request_id: str = "") -> NoReturn:
+async def fail(
+    context: Context, error: Exception, request: RoutedRequest | None = None
+) -> NoReturn:
     """End the call with the error's status and metadata."""
+    request_id = request.request_id if request is not None else ""
     failure = to_grpc(error, request_id)
     if failure.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-        logger.error("request %s failed: %s", request_id or "(none)", error, exc_info=error)
+        extra = request.about if request is not None else None
+        name = request_id or "(none)"
+        logger.error("request %s failed: %s", name, error, exc_info=error, extra=extra)
     await context.abort(failure.code, failure.details, failure.trailing_metadata)
     raise AssertionError("abort raises")

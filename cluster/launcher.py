@@ -23,8 +23,8 @@ from kvferry.cluster.ports import check_port
 from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_actor
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
-from kvferry.cluster.router_actor import RouterActor, served_model
-from kvferry.cluster.settings import kv_dtype, router_settings, worker_settings
+from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
+from kvferry.cluster.settings import kv_dtype, log_settings, router_settings, worker_settings
 from kvferry.cluster.supervision import RunningRouter, RunningWorker, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
 from kvferry.prefill_worker.actor import PrefillWorker
@@ -52,7 +52,7 @@ class Cluster:
     """A running cluster; ends with ``stop`` or as a context manager.
 
     Attributes:
-        grpc, http: HOST:PORT of each door; no ``http`` is no such door.
+        grpc, http, metrics: HOST:PORT of each door; None: no such door.
         ray_address: address of the Ray cluster.
         startup_s: seconds from the call of ``start`` to readiness.
     """
@@ -60,10 +60,12 @@ class Cluster:
     def __init__(self, config: Config, model_folder: Path, owns_ray: bool) -> None:
         self.grpc = config.server.grpc
         self.http = config.server.http
+        self.metrics = config.server.metrics
         self.ray_address = ""
         self.startup_s = 0.0
         self._config = config
         self._model_folder = model_folder
+        self._logs = log_settings(config)
         self._owns_ray = owns_ray
         self._settings: dict[str, tuple[str, WorkerSettings]] = {}
         self._router: Any = None
@@ -79,9 +81,9 @@ class Cluster:
         """
         began = time.monotonic()
         if not config.ray.address:  # else the router may be on another host
-            check_port(config.server.grpc)
-            if config.server.http is not None:
-                check_port(config.server.http)
+            server = config.server
+            for port in filter(None, (server.grpc, server.http, server.metrics)):
+                check_port(port)
         address = config.ray.address
         progress(f"joining the Ray cluster at {address}" if address else "starting Ray")
         owns_ray = init_ray(config)
@@ -115,7 +117,7 @@ class Cluster:
             progress(f"warning: {warning}")
         self._model = served_model(workers, self._config.model.served_name)
         endpoints = get(self._router.start.remote(self._model, workers))
-        self.grpc, self.http = endpoints.grpc, endpoints.http
+        self.grpc, self.http, self.metrics = endpoints.grpc, endpoints.http, endpoints.metrics
         self._wait_ready(progress)
         router = RunningRouter(self._router, *get(self._router.whereabouts.remote(node_id)))
         self._supervision = Supervision(
@@ -140,14 +142,13 @@ class Cluster:
 
     def _new_router(self) -> Any:
         ref = NodeRef(ROUTER_NAME, next_epoch())
-        settings = router_settings(self._config, self._model_folder, ref, self.grpc, self.http)
-        return remote_actor(RouterActor, 1, self._config).remote(settings, self._log_level)
+        doors = RouterEndpoints(self.grpc, self.http, self.metrics)
+        settings = router_settings(self._config, self._model_folder, ref, doors)
+        return remote_actor(RouterActor, 1, self._config).remote(settings, self._logs)
 
     def _start_worker(self, setting: WorkerSettings) -> tuple[Any, Any]:
         role, _ = self._settings[setting.ref.node_id]
-        actor = remote_actor(ROLES[role], setting.threads, self._config).remote(
-            setting, self._log_level
-        )
+        actor = remote_actor(ROLES[role], setting.threads, self._config).remote(setting, self._logs)
         return actor, actor.start.remote(actor.__ray_call__.remote(node_id))
 
     def _restart_worker(self, name: str) -> tuple[Any, Any]:
@@ -159,10 +160,6 @@ class Cluster:
         """The router in a new life, at the same address, on its way."""
         actor = self._new_router()
         return actor, actor.start.remote(self._model, workers)
-
-    @property
-    def _log_level(self) -> str:
-        return self._config.logging.level.upper()
 
     def processes(self) -> dict[NodeRef, int]:
         """Process ids of the workers and the router in their present lives."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvferry.cluster.deaths import DeathCause
 from kvferry.cluster.policy import WorkerView
 from kvferry.engine.request import RequestId
 from kvferry.worker.messages import LoadReport, Member, NodeRef, Role
@@ -92,6 +93,19 @@ class WorkerRegistry:
     def older_lives(self, ref: NodeRef) -> list[NodeRef]:
         """Lives of the same worker before this one that are still taken for alive."""
         return [r for r in self._records if r.node_id == ref.node_id and r.epoch < ref.epoch]
+
+    def overdue(
+        self, now: float, heartbeat_timeout: float, stall_limit: float
+    ) -> list[tuple[NodeRef, str, DeathCause]]:
+        """Workers that are to be taken for dead, each with why: silent, or hung in one step."""
+        found = []
+        for record in self._records.values():
+            silent, in_step = now - record.last_heard, record.step_age_s or 0.0
+            if silent > heartbeat_timeout:
+                found.append((record.ref, f"silent for {silent:.1f} s", DeathCause.SILENT))
+            elif in_step > stall_limit:
+                found.append((record.ref, f"in one step for {in_step:.0f} s", DeathCause.HUNG))
+        return found
 
     def count_prefill(self, request_id: RequestId, ref: NodeRef, num_tokens: int) -> None:
         """Note that a prefill is placed on a worker, and on no other."""

@@ -24,6 +24,7 @@ from kvferry.engine.request import Attempt, FinishReason, RequestId, RequestSpec
 from kvferry.engine.stopping import Finish, finish_after
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.connector import TransferFailed
+from kvferry.worker.logs import about
 from kvferry.worker.messages import (
     DecodeStats,
     FailureCause,
@@ -153,7 +154,8 @@ class RoutedRequest:
         num_moves, may_move_at: how often it went elsewhere from there, and when it may again.
         decode, prefill: the legs placed for the current attempt.
         failures: attempts in a row that have failed since a token was last delivered.
-        past_preemptions, past_recomputed, past_chunks: what earlier attempts counted.
+        past_preemptions, past_recomputed, past_chunks, past_reused: what earlier attempts counted.
+        lost_at: when an attempt was lost since a token was last delivered.
         gap_stats: decode's figures for the gap to token 2, if decode sampled that token.
         dispatched_at: when the first leg that computes was first sent.
         waiting_since: since when no worker could take it (placement waits at most worker_wait).
@@ -180,6 +182,8 @@ class RoutedRequest:
     past_preemptions: int = 0
     past_recomputed: int = 0
     past_chunks: int = 0
+    past_reused: int = 0
+    lost_at: float | None = None
     dispatched_at: float | None = None
     prefill_ref: NodeRef | None = None
     decode_ref: NodeRef | None = None
@@ -198,6 +202,11 @@ class RoutedRequest:
     def request_id(self) -> RequestId:
         """The request's id."""
         return self.spec.request_id
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What a log record about it carries."""
+        return about(self.request_id, self.attempt.number)
 
     @property
     def delivered(self) -> list[int]:
@@ -319,6 +328,12 @@ class RoutedRequest:
         own = self.prefill_stats.num_chunks if self.prefill_stats is not None else 0
         return self.past_chunks + own
 
+    @property
+    def reused_tokens(self) -> int:
+        """Positions, output too, whose KV attempts after the first found where they ran."""
+        stats = self.prefill_stats if self.first_prefill_stats is not None else None
+        return self.past_reused + (0 if stats is None else stats.num_cached_tokens)
+
     def _over_legs(self, name: str) -> int:
         decode, prefill = self.decode_stats, self.prefill_stats
         total: int = getattr(decode, name) if decode is not None else 0
@@ -350,6 +365,7 @@ class RoutedRequest:
         self.past_preemptions = self.num_preemptions
         self.past_recomputed = self.recomputed_prompt_tokens
         self.past_chunks = self.num_prefill_chunks
+        self.past_reused = self.reused_tokens
         if self.prefill_stats is not None:
             self.past_recomputed += len(self.spec.prompt_token_ids)
         self.first_prefill_stats = self.first_prefill_stats or self.prefill_stats

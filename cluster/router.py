@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 
-from kvferry.cluster.deaths import Death
+from kvferry.cluster.deaths import Death, DeathCause
 from kvferry.cluster.delivery import Delivery
 from kvferry.cluster.errors import Overloaded, WorkerLost
 from kvferry.cluster.kv_index import KVIndex
 from kvferry.cluster.legs import Legs
 from kvferry.cluster.lists import compare
+from kvferry.cluster.metrics.recorder import Recorder
 from kvferry.cluster.policy import Policy
 from kvferry.cluster.registry import WorkerRecord
 from kvferry.cluster.routed_request import (
@@ -55,9 +56,10 @@ class Router:
         self.channels = self._legs.channels
         self.workers = self._legs.workers
         self.outbox = self._legs.outbox
-        self._line = WaitingLine(policy, self._legs, self.kv_index, config.ageing)
+        self.recorder = Recorder(ref.epoch)
+        self._line = WaitingLine(policy, self._legs, self.kv_index, self.recorder, config.ageing)
         self.decisions = self._line.decisions
-        self._delivery = Delivery(self._end_branch, self._end)
+        self._delivery = Delivery(self._end_branch, self._end, self.recorder)
         self.requests: dict[RequestId, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
         self.lost: deque[Death] = deque(maxlen=256)
@@ -74,16 +76,21 @@ class Router:
         if self.workers.get(member.ref) is not None:
             return
         for older in self.workers.older_lives(member.ref):
-            self.worker_died(older, f"its successor of epoch {member.ref.epoch} is here", now)
+            why = f"its successor of epoch {member.ref.epoch} is here"
+            self.worker_died(older, why, now, DeathCause.REPLACED)
         self._legs.add_worker(member, now)
+        self.recorder.ledger.joined(member.ref, member.roles)
 
-    def worker_died(self, ref: NodeRef, why: str, now: float) -> None:
+    def worker_died(
+        self, ref: NodeRef, why: str, now: float, cause: DeathCause = DeathCause.ENDED
+    ) -> None:
         """A worker is dead (or taken for it): its legs are placed anew. Unknown: nothing."""
         if not self._legs.remove_worker(ref):
             return
         self.kv_index.drop(ref)
         logger.warning("worker %s epoch %d is lost: %s", ref.node_id, ref.epoch, why)
         self.counters["worker_deaths"] += 1
+        self.recorder.ledger.died(ref, cause)
         self.lost.append(Death(ref, why, now))
         for request in list(self.requests.values()):
             if request.decode is not None and request.decode.worker == ref:
@@ -95,6 +102,7 @@ class Router:
     def dismiss(self, ref: NodeRef) -> bool:
         """Forget a worker that holds nothing: this is no death. False if it was not known."""
         self.kv_index.drop(ref)
+        self.recorder.ledger.left(ref)
         return self._legs.remove_worker(ref)
 
     def _prefill_lost(self, request: RoutedRequest, why: str, now: float) -> None:
@@ -139,6 +147,7 @@ class Router:
         self.requests[spec.request_id] = request
         self._line.add(request, now)
         self.counters["accepted"] += 1
+        self.recorder.accepted(request)
         self._place(now)
         return request
 
@@ -174,6 +183,7 @@ class Router:
         match envelope.body:
             case m.WorkerHeartbeat(load, step_age_s):
                 record.load, record.step_age_s = load, step_age_s
+                self.recorder.ledger.heard(record.ref, load)
             case m.ReserveReply() as reply:
                 self._reserved(envelope.sender, reply, now)
             case m.PrefillDone() as done:
@@ -209,9 +219,8 @@ class Router:
 
     def _reserved(self, sender: NodeRef, reply: m.ReserveReply, now: float) -> None:
         request = self._current(sender, reply.request_id, reply.attempt, Leg.DECODE)
-        if request is None:
-            return
-        self._answered(request, reply.outcome, reply.missing_from, now)
+        if request is not None:
+            self._answered(request, reply.outcome, reply.missing_from, now)
 
     def _answered(
         self, request: RoutedRequest, outcome: ReserveOutcome, missing_from: int, now: float
@@ -258,8 +267,7 @@ class Router:
         if event.stats is not None:
             request.take_stats(event, event.stats)
         self._decodes(request)
-        missing = self._delivery.event(request, event, now)
-        if missing is not None:
+        if (missing := self._delivery.event(request, event, now)) is not None:
             self._legs.send(sender, missing)
 
     def _decodes(self, request: RoutedRequest) -> None:
@@ -305,15 +313,12 @@ class Router:
 
     def tick(self, now: float) -> None:
         """Drive every timer; called a few times per heartbeat period."""
-        if now - self._ticked_at > self.config.heartbeat_timeout / 2:
+        timeout, stall = self.config.heartbeat_timeout, self.config.stall_limit
+        if now - self._ticked_at > timeout / 2:
             self._legs.excuse_silence(now)
         self._ticked_at = now
-        for record in self.workers:
-            silent = now - record.last_heard
-            if silent > self.config.heartbeat_timeout:
-                self.worker_died(record.ref, f"silent for {silent:.1f} s", now)
-            elif (record.step_age_s or 0.0) > self.config.stall_limit:
-                self.worker_died(record.ref, f"in one step for {record.step_age_s:.0f} s", now)
+        for ref, why, cause in self.workers.overdue(now, timeout, stall):
+            self.worker_died(ref, why, now, cause)
         if now >= self._next_beat:
             self._next_beat = now + self.config.heartbeat
             self._legs.send_heartbeats()
@@ -361,8 +366,9 @@ class Router:
             why = f"{why} (attempt {request.num_attempts}, the last allowed)"
             self._end(request, RequestEnd(FAILED, error_for(cause, why)), now)
             return
-        logger.info("request %s is tried again: %s", request.request_id, why)
+        logger.info("request %s is tried again: %s", request.request_id, why, extra=request.about)
         self.counters["recovered"] += 1
+        self.recorder.recovered(request, cause, now)
         request.num_attempts += 1
         request.count_past_attempt()
         self._requeue(request, now)
@@ -396,4 +402,5 @@ class Router:
         request.state = RequestState.ENDED
         self.counters[f"finished_{end.finish.reason.value}"] += 1
         self.counters["preempted"] += request.num_preemptions
+        self.recorder.ended(request, now)
         request.listener.on_end(request, end, now)

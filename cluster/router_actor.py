@@ -7,12 +7,11 @@ passes through Ray.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,13 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.metrics.endpoint import MetricsServer
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
+from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker.description import WorkerDescription
+from kvferry.worker.logs import LogSettings, set_up_logging
 from kvferry.worker.messages import NodeRef
 
 if TYPE_CHECKING:
@@ -38,39 +40,42 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class RouterEndpoints:
+    """Where a router listens: HOST:PORT of each door, None where there is none.
+
+    To be asked for, port 0 picks a free one.
+    """
+
+    grpc: str
+    http: str | None = None
+    metrics: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSettings:
     """All that a router needs to know to start.
 
     Attributes:
-        grpc, http: HOST:PORT to listen on; port 0 picks a free one, no ``http`` is no such door.
+        doors: where to listen.
         served_name: the model's name to clients; None: its own.
         prefill_window: tokens that a prefill worker may hold beyond what it runs.
     """
 
     ref: NodeRef
     model_folder: str
-    grpc: str
+    doors: RouterEndpoints
     config: RouterConfig
     prefill_window: int
     served_name: str | None = None
-    http: str | None = None
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterEndpoints:
-    """Where a router listens: HOST:PORT of each door."""
-
-    grpc: str
-    http: str | None
 
 
 class RouterActor:
     """One router in this process. ``start`` once, with the workers, then it serves."""
 
-    def __init__(self, settings: RouterSettings, log_level: str = "WARNING") -> None:
-        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+    def __init__(self, settings: RouterSettings, logs: LogSettings) -> None:
+        set_up_logging(logs, settings.ref.node_id)
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -80,6 +85,7 @@ class RouterActor:
         self._node: RouterNode | None = None
         self._server: GrpcServer | None = None
         self._http: HttpServer | None = None
+        self._metrics: MetricsServer | None = None
 
     def start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
         """Listen and register the workers; returns the endpoints. Raises PortUnavailable."""
@@ -143,20 +149,35 @@ class RouterActor:
         self._node = RouterNode(
             settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
         )
-        if settings.http is not None:
-            # Loaded where it is wanted only: FastAPI takes half a second of a router's start.
-            door = import_module("kvferry.cluster.http_door.server")
-            self._http = door.HttpServer(self._node, settings.http, settings.limits)
-        http = None if self._http is None else self._http.endpoint
+        found = self._open(self._node)
         self._server = GrpcServer(
-            self._node, settings.grpc, settings.limits, () if http is None else (http,)
+            self._node,
+            settings.doors.grpc,
+            settings.limits,
+            pb.Endpoints(http=_given(found.http), metrics=_given(found.metrics)),
         )
         for worker in workers:
             self._node.register(worker)
         await self._server.start()
         if self._http is not None:
             await self._http.start()
-        return RouterEndpoints(self._server.endpoint, http)
+        return replace(found, grpc=self._server.endpoint)
+
+    def _open(self, node: RouterNode) -> RouterEndpoints:
+        """Bind the doors beside gRPC's that are asked for."""
+        doors, limits = self._settings.doors, self._settings.limits
+        if doors.metrics is not None:
+            self._metrics = MetricsServer(doors.metrics, node.metrics)
+            self._metrics.start()
+        if doors.http is not None:
+            # Loaded where it is wanted only: FastAPI takes half a second of a router's start.
+            module = import_module("kvferry.cluster.http_door.server")
+            self._http = module.HttpServer(node, doors.http, limits, node.render_metrics)
+        return RouterEndpoints(
+            doors.grpc,
+            self._http.endpoint if self._http is not None else None,
+            self._metrics.endpoint if self._metrics is not None else None,
+        )
 
     async def _not_ready_reasons(self) -> list[str]:
         assert self._node is not None
@@ -169,11 +190,17 @@ class RouterActor:
     async def _stop(self, grace_s: float) -> None:
         doors = [door for door in (self._server, self._http) if door is not None]
         await asyncio.gather(*(door.stop(grace_s) for door in doors))
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
         if self._node is not None:
             await self._node.stop()
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float = CALL_TIMEOUT_S) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+
+def _given(endpoint: str | None) -> tuple[str, ...]:
+    return () if endpoint is None else (endpoint,)
 
 
 def served_model(workers: list[WorkerDescription], served_name: str | None) -> ServedModel:

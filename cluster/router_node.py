@@ -20,7 +20,10 @@ from kvferry.cluster.deaths import Death
 from kvferry.cluster.draining import begin_drain, holds_any, serves_any
 from kvferry.cluster.errors import DeadlineExceeded, NotReady, Overloaded, WorkerLost
 from kvferry.cluster.intake import Intake
+from kvferry.cluster.metrics.exposition import render
+from kvferry.cluster.metrics.families import Family, WorkerInfo, families
 from kvferry.cluster.policy import LeastLoaded
+from kvferry.cluster.reports.common import distribution_version
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
@@ -63,6 +66,7 @@ class RouterNode:
         self.descriptions: dict[NodeRef, WorkerDescription] = {}
         self._audits: dict[tuple[NodeRef, int], asyncio.Future[m.AuditReport]] = {}
         self._audit_ids = 0
+        self._version = distribution_version("kvferry") or ""
         self.drained: deque[Death] = deque(maxlen=256)
         self._drains: dict[NodeRef, asyncio.Task[None]] = {}
         # Conversations have threads of their own: slow ones hold up each other, and no text.
@@ -93,8 +97,17 @@ class RouterNode:
     async def take_in(self, step: Callable[[Request], T], request: Request) -> T:
         """Run a step of the intake on a thread: one of the few for conversations, or any.
 
-        Raises what the step does, Overloaded, and NotReady where no template can be run.
+        Raises what the step does, Overloaded, and NotReady where no template can be run; what
+        keeps a request to generate from being taken in is counted.
         """
+        try:
+            return await self._take_in(step, request)
+        except Exception as error:
+            if isinstance(request, pb.GenerateRequest):
+                self.router.recorder.rejected(error)
+            raise
+
+    async def _take_in(self, step: Callable[[Request], T], request: Request) -> T:
         if request.WhichOneof("input") != "chat":
             return await self._loop.run_in_executor(None, step, request)
         if self._num_chats >= MAX_WAITING_CHATS:
@@ -121,9 +134,28 @@ class RouterNode:
             for _ in spec.branches
         ]
         session = sessions[0] if len(sessions) == 1 else BranchedSession(sessions, emit)
-        request = self.router.submit(spec, session, self.clock(), received_at)
+        try:
+            request = self.router.submit(spec, session, self.clock(), received_at)
+        except Exception as error:
+            self.router.recorder.rejected(error)
+            raise
         self._flush()
         return request
+
+    def metrics(self) -> list[Family]:
+        """Every metric with its samples now, for whoever exports them; on the loop."""
+        infos = {
+            ref: WorkerInfo(worker.kernels, worker.isa or "", worker.connectors)
+            for ref, worker in self.descriptions.items()
+        }
+        return families(self.router, self.intake.model.name, self._version, infos, self.clock())
+
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        """The exposition for Prometheus and its content type, in the format that ``accept`` (the
+        HTTP header) wants. On the loop, for about a millisecond per worker: where there are many,
+        take ``metrics`` here and render them on a thread.
+        """
+        return render(self.metrics, accept)
 
     def cancel(self, request_id: str) -> bool:
         """End a request; False if it is unknown or has ended."""

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config
-from kvferry.cluster.router_actor import RouterSettings
+from kvferry.cluster.router_actor import RouterEndpoints, RouterSettings
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.logs import LogSettings
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
 
@@ -95,14 +96,19 @@ def _ageing(config: Config) -> float | None:
     return config.scheduler.ageing if config.scheduler.policy == "priority" else None
 
 
+def log_settings(config: Config) -> LogSettings:
+    """How every process logs."""
+    return LogSettings(config.logging.level.upper(), config.logging.format)
+
+
 def router_settings(
-    config: Config, model_folder: Path, ref: NodeRef, grpc: str, http: str | None = None
+    config: Config, model_folder: Path, ref: NodeRef, doors: RouterEndpoints
 ) -> RouterSettings:
-    """The router's settings, listening on ``grpc`` and, where it is one, ``http``."""
+    """The router's settings, listening at its ``doors``."""
     return RouterSettings(
         ref,
         str(model_folder),
-        grpc,
+        doors,
         RouterConfig(
             config.router.queue_limit,
             config.router.max_attempts,
@@ -115,7 +121,6 @@ def router_settings(
         ),
         config.router.prefill_window,
         config.model.served_name,
-        http,
         limits=ServerLimits(
             config.server.max_message_bytes,
             config.server.keepalive,

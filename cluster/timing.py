@@ -6,6 +6,7 @@ and the tokens' times; the workers' own durations are taken as they measured the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +15,10 @@ from kvferry.cluster.routed_request import RoutedRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds; None where the moment never came. queue + prefill + delivery = ttft."""
+    """Seconds; None where the moment never came. queue + prefill + delivery = ttft.
+
+    ``token_times`` are those of the first branch, router clock.
+    """
 
     queue_s: float | None
     prefill_s: float | None
@@ -26,7 +30,12 @@ class RequestTiming:
     ttst_s: float | None
     tpot_s: float | None
     e2e_s: float
-    itl_s: tuple[float, ...]
+    token_times: Sequence[float]
+
+    @property
+    def itl_s(self) -> tuple[float, ...]:
+        """The gaps between tokens; one fewer than tokens."""
+        return tuple(b - a for a, b in pairwise(self.token_times))
 
 
 def request_timing(request: RoutedRequest, ended_at: float) -> RequestTiming:
@@ -59,5 +68,5 @@ def request_timing(request: RoutedRequest, ended_at: float) -> RequestTiming:
         ttst,
         tpot,
         ended_at - received,
-        tuple(b - a for a, b in pairwise(times)),
+        times,
     )

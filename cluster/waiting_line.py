@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from kvferry.cluster.decisions import Decision
 from kvferry.cluster.kv_index import KVIndex, chain_for
 from kvferry.cluster.legs import Legs
+from kvferry.cluster.metrics.recorder import Recorder
 from kvferry.cluster.policy import Placement, Policy
 from kvferry.cluster.routed_request import RequestState, RoutedRequest
 from kvferry.engine.ranking import rank
@@ -24,13 +25,19 @@ class WaitingLine:
     """See the module. ``decisions`` are the last placements; ``ageing``: ``engine.ranking``."""
 
     def __init__(
-        self, policy: Policy, legs: Legs, kv_index: KVIndex, ageing: float | None = None
+        self,
+        policy: Policy,
+        legs: Legs,
+        kv_index: KVIndex,
+        recorder: Recorder,
+        ageing: float | None = None,
     ) -> None:
         self.decisions: deque[Decision] = deque(maxlen=256)
         self._policy = policy
         self._ageing = ageing
         self._legs = legs
         self._kv_index = kv_index
+        self._recorder = recorder
         self._line: list[RoutedRequest] = []
 
     def __iter__(self) -> Iterator[RoutedRequest]:
@@ -74,6 +81,7 @@ class WaitingLine:
                 self._cached_tokens(request, placement),
             )
             self.decisions.append(request.decision)
+            self._recorder.placed(self._policy.name, placement.reason)
 
     def _cached_tokens(self, request: RoutedRequest, placement: Placement) -> int:
         """The prompt's tokens whose KV is where they would be computed or wanted."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.worker.actor import WorkerActor
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.logs import LogSettings
 
 
 class DecodeWorker(WorkerActor):
     """See ``WorkerActor``."""
 
-    def __init__(self, settings: WorkerSettings, log_level: str) -> None:
-        super().__init__(settings, (DecodeRole,), log_level)
+    def __init__(self, settings: WorkerSettings, logs: LogSettings) -> None:
+        super().__init__(settings, (DecodeRole,), logs)

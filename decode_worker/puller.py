@@ -16,6 +16,7 @@ source has moved on. Nothing unverified is ever sealed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Protocol
 
 from kvferry.decode_worker.arrivals import Arrivals
@@ -30,7 +31,15 @@ from kvferry.kv_transfer.connector import (
     TransferFailed,
 )
 from kvferry.worker import messages as m
-from kvferry.worker.messages import AnnouncedBlock, Envelope, FailureCause, LegState, NodeRef
+from kvferry.worker.counting import TransferCount
+from kvferry.worker.messages import (
+    AnnouncedBlock,
+    Envelope,
+    FailureCause,
+    LegState,
+    NodeRef,
+    TransferTally,
+)
 from kvferry.worker.worker import Worker
 
 MAX_READS = 3
@@ -57,9 +66,27 @@ class Puller:
         self._listener = listener
         self._used: dict[str, Peer] = {}
         self._arrivals = Arrivals()
-        self.blocks_moved = 0
-        self.bytes_moved = 0
-        self.reads_failed = 0
+        self._counts: defaultdict[str, TransferCount] = defaultdict(TransferCount)
+
+    @property
+    def blocks_moved(self) -> int:
+        """Blocks verified since the start."""
+        return sum(count.num_moved for count in self._counts.values())
+
+    @property
+    def bytes_moved(self) -> int:
+        """Their bytes."""
+        return sum(count.bytes_moved for count in self._counts.values())
+
+    def tallies(self) -> tuple[TransferTally, ...]:
+        """What was moved, by connector."""
+        return tuple(count.tally(connector) for connector, count in self._counts.items())
+
+    def completed(self, leg: DecodeLeg) -> None:
+        """Every block of the leg is verified: note how long they took, if any was read."""
+        pull = leg.pull
+        if pull.verified and (took := pull.stats().transfer_s) is not None:
+            self._counts[pull.connector].seconds.observe(took)
 
     def announced(self, leg: DecodeLeg, envelope: Envelope, now: float) -> None:
         """Take an announcement for a reservation: read what is new in it."""
@@ -121,6 +148,7 @@ class Puller:
             )
         except TransferFailed:
             self._worker.lose_connection(peer)
+            self._counts[peer.connector].failures["connection"] += 1
             return  # the connection is tried again
         pull.reading[read_id] = Reading({block.start for block in wanted}, now)
         for block in wanted:
@@ -141,6 +169,7 @@ class Puller:
             del leg.pull.reading[read_id]
             self._arrivals.end_all(leg)
         for start in sorted(start for _, read in late for start in read.starts):
+            self._counts[leg.pull.connector].failures["late"] += 1
             if not self._failed(leg, start, ReadStatus.FAILED):
                 return  # the leg is over, and holds no blocks to read into
         if late:
@@ -223,7 +252,9 @@ class Puller:
         result: BlockResult,
         now: float,
     ) -> None:
-        pull = leg.pull
+        pull, count = leg.pull, self._counts[peer.connector]
+        if result.status is not ReadStatus.OK:
+            count.failures[result.status.value] += 1
         if result.status is ReadStatus.FAILED:
             self._worker.lose_connection(peer)
         read = pull.reading.get(result.read_id)
@@ -243,8 +274,8 @@ class Puller:
             pull.bytes_moved += result.num_bytes
             pull.last_verified_at = now
             pull.unacknowledged = True
-            self.blocks_moved += 1
-            self.bytes_moved += result.num_bytes
+            count.num_moved += 1
+            count.bytes_moved += result.num_bytes
             self._arrivals.end(block_hash(block), leg)
             return
         self._arrivals.end(block_hash(block), leg)
@@ -290,7 +321,6 @@ class Puller:
         """Count a read that gave nothing; True to read again, False if the leg is given up."""
         pull = leg.pull
         pull.reads_failed += 1
-        self.reads_failed += 1
         pull.failures[start] += 1
         if pull.failures[start] >= MAX_READS or status is ReadStatus.STALE:
             self._listener.pull_failed(

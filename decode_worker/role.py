@@ -211,6 +211,7 @@ class DecodeRole:
             self._fail_leg(leg, FailureCause.TRANSFER, problem)
             return
         assert leg.table is not None
+        self.puller.completed(leg)
         leg.ready_at, leg.state = now, LegState.RUNNING
         leg.table.num_sealed = len(leg.table.block_ids)
         try:
@@ -389,10 +390,11 @@ class DecodeRole:
                 yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
 
     def add_load(self, load: LoadReport) -> LoadReport:
-        """Reservations and the FULL line."""
+        """Reservations and the FULL line, and what was moved."""
         states = [leg.state for leg in self.legs.values()]
         return replace(
             load,
+            tallies=replace(load.tallies, transfers=self.puller.tallies()),
             num_reserved=states.count(LegState.RESERVED),
             num_full=states.count(LegState.FULL),
             decode_step_s=self._timer.step_s,

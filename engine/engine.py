@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvferry.engine.batch import ModelRunner, PoisonedRows, RunnerOutput, SchedulerOutput
 from kvferry.engine.beam_search import beam_sampling, searches_beams
+from kvferry.engine.histogram import STEP_SECONDS, STEP_TOKENS, Histogram
 from kvferry.engine.offload import Offloading
 from kvferry.engine.request import Attempt, RequestSpec
 from kvferry.engine.scheduled_step import ScheduledStep
@@ -56,6 +57,10 @@ class Engine:
         clock: seconds, monotonic.
         match_unit: tokens per value of a hash chain; divides ``block_size``, its default.
         offloading: where KV may wait outside the pool; None: nowhere.
+
+    Attributes:
+        step_seconds: how long the runner took for each step that it computed.
+        step_tokens: how many positions each of these had.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Engine:
         if offloading is not None:
             pool.on_evict = self._keep_evicted
         self.num_failed_steps = 0
+        self.step_seconds = Histogram(STEP_SECONDS)
+        self.step_tokens = Histogram(STEP_TOKENS)
         self.step_started_at = 0.0
         self._runner = runner
         self._model = model
@@ -206,7 +213,7 @@ class Engine:
                 logger.warning("a step raised, its sequences run alone: %s", error)
                 self._step_alone(step)
             return True
-        self._learn_cost(step)
+        self._measure(step)
         self._advance(step, result)
         return True
 
@@ -227,13 +234,13 @@ class Engine:
         self.offloading.keep(block)
         self.offloading.flush()
 
-    def _learn_cost(self, step: ScheduledStep) -> None:
-        """What computing a prompt's tokens takes, from steps that were mostly that."""
-        if self.offloading is None:
-            return
-        num_tokens = step.output.num_scheduled_tokens
-        if num_tokens >= 2 * len(step.sequences):
-            self.offloading.costs.computed(num_tokens, self.clock() - self.step_started_at)
+    def _measure(self, step: ScheduledStep) -> None:
+        """How long a step took; from one that was mostly prompts also what a token takes."""
+        num_tokens, took = step.output.num_scheduled_tokens, self.clock() - self.step_started_at
+        self.step_seconds.observe(took)
+        self.step_tokens.observe(num_tokens)
+        if self.offloading is not None and num_tokens >= 2 * len(step.sequences):
+            self.offloading.costs.computed(num_tokens, took)
 
     def _step_alone(self, step: ScheduledStep) -> None:
         """Run each sequence of a step that raised by itself, so that only the culprit ends."""
@@ -271,7 +278,12 @@ class Engine:
         is_requests_fault = isinstance(error, PoisonedRows) and error.is_requests_fault
         if not is_requests_fault:
             self.num_failed_steps += 1
-            logger.error("an engine step failed for %d sequences", len(sequences), exc_info=error)
+            logger.error(
+                "an engine step failed for %d sequences",
+                len(sequences),
+                exc_info=error,
+                extra=_about(sequences),
+            )
         now = self.clock()
         for sequence in sequences:
             if sequence.status is SequenceStatus.FINISHED:
@@ -279,3 +291,12 @@ class Engine:
             message = str(error) if is_requests_fault else f"{type(error).__name__}: {error}"
             sequence.owner.on_failure(SequenceFailure(sequence, message, is_requests_fault), now)
             self.remove(sequence)
+
+
+def _about(sequences: Sequence[SequenceState]) -> dict[str, object]:
+    """What a log record about these sequences' requests carries."""
+    requests: list[dict[str, object]] = [
+        {"request_id": sequence.key.request_id, "attempt": sequence.key.attempt.number}
+        for sequence in sequences
+    ]
+    return requests[0] if len(requests) == 1 else {"requests": requests}

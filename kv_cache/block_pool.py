@@ -127,6 +127,9 @@ class BlockPool:
         self.on_evict: Callable[[KVCacheBlock], None] | None = None
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._pinned: set[int] = set()  # these three for counting by class only
+        self._in_transfer: set[int] = set()
+        self._quarantined: set[int] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -147,6 +150,26 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that only the prefix index holds."""
         return len(self._cached)
+
+    def count_classes(self) -> dict[str, int]:
+        """Blocks by class, each under its strongest owner, as ``kv_cache.audit`` defines them.
+
+        Takes as long as there are pins and running reads, not blocks.
+        """
+        unreferenced = [
+            block
+            for block_id in self._pinned | self._in_transfer
+            if not (block := self.blocks[block_id]).ref_count and not block.quarantined
+        ]
+        in_transfer = sum(bool(block.num_transfers) for block in unreferenced)
+        counts = {
+            "in_transfer": in_transfer,
+            "pinned": len(unreferenced) - in_transfer,
+            "cached": len(self._cached),
+            "free": len(self._free),
+            "quarantined": len(self._quarantined),
+        }
+        return {"referenced": self.num_blocks - sum(counts.values()), **counts}
 
     def is_free(self, block_id: int) -> bool:
         """Whether the block can be taken, its content forgotten."""
@@ -206,6 +229,7 @@ class BlockPool:
             raise BlockAccountingError(f"block {block_id} is pinned while {block.state.value}")
         self._use(block)
         block.num_pins += 1
+        self._pinned.add(block_id)
 
     def unpin(self, block_id: int) -> None:
         """Drop a lease's pin."""
@@ -213,6 +237,8 @@ class BlockPool:
         if block.num_pins < 1:
             raise BlockAccountingError(f"block {block_id} is unpinned but not pinned")
         block.num_pins -= 1
+        if not block.num_pins:
+            self._pinned.discard(block_id)
         self._free_if_unowned(block)
 
     def begin_transfer(self, block_id: int) -> None:
@@ -221,6 +247,7 @@ class BlockPool:
         if block.state is not BlockState.OPEN:
             raise BlockAccountingError(f"block {block_id} is a read's target while not open")
         block.num_transfers += 1
+        self._in_transfer.add(block_id)
 
     def end_transfer(self, block_id: int) -> None:
         """The read has ended or is fenced: no byte arrives from it any more."""
@@ -228,6 +255,8 @@ class BlockPool:
         if block.num_transfers < 1:
             raise BlockAccountingError(f"block {block_id} ends a transfer that never began")
         block.num_transfers -= 1
+        if not block.num_transfers:
+            self._in_transfer.discard(block_id)
         self._free_if_unowned(block)
 
     def seal(
@@ -293,6 +322,7 @@ class BlockPool:
         """Never use the block again in this process: a read into it may still be running."""
         self._num_quarantined += not self.blocks[block_id].quarantined
         self.blocks[block_id].quarantined = True
+        self._quarantined.add(block_id)
         self._forget(block_id)
         self._free.pop(block_id, None)
         self._cached.pop(block_id, None)

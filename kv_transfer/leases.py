@@ -75,11 +75,13 @@ class LeaseTable:
     Attributes:
         stall_limit: seconds without progress after which a lease with unread blocks expires.
         stale_refused: acknowledgements and blocks refused because their lease had ended.
+        num_expired: leases ended because their reader had stalled.
     """
 
     def __init__(self, stall_limit: float) -> None:
         self.stall_limit = stall_limit
         self.stale_refused = 0
+        self.num_expired = 0
         self._leases: dict[LeaseKey, _Lease] = {}
         self._readers: dict[Reader, _ReaderState] = {}
 
@@ -174,6 +176,7 @@ class LeaseTable:
         Call it on a timer: it must not depend on new work being admitted.
         """
         expired = [key for key in self._leases if (self.remaining(key, now) or 0.0) < 0.0]
+        self.num_expired += len(expired)
         return [(key, self.end(key)) for key in expired]
 
     def remaining(self, key: LeaseKey, now: float) -> float | None:

@@ -342,5 +342,16 @@ class PrefillRole:
             )
 
     def add_load(self, load: LoadReport) -> LoadReport:
-        """Measured prefill speed."""
-        return replace(load, prefill_tokens_per_s=self._speed)
+        """Measured prefill speed, and leases."""
+        stale = (("lease", self.leases.stale_refused),) if self.leases.stale_refused else ()
+        tallies = replace(
+            load.tallies,
+            num_leases_expired=self.leases.num_expired,
+            refused=(*load.tallies.refused, *stale),
+        )
+        return replace(
+            load,
+            prefill_tokens_per_s=self._speed,
+            num_leases=len(self.leases),
+            tallies=tallies,
+        )

@@ -40,6 +40,7 @@ from kvferry.kv_transfer.connector import BlockResult
 from kvferry.kv_transfer.memory import allocate_shared
 from kvferry.kv_transfer.shm import ShmConnector
 from kvferry.prefill_worker.role import PrefillRole
+from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import AuditReport, Member, NodeRef, Role
 from kvferry.worker.process import WorkerProcess
@@ -296,8 +297,9 @@ class Stack:
             NodeRef("router-0", 1), intake, self.router_config, self.prefill_window
         )
         self.http_server = HttpServer(self.node, "127.0.0.1:0", self.limits) if self.http else None
-        endpoints = () if self.http_server is None else (self.http_server.endpoint,)
-        self.server = GrpcServer(self.node, "127.0.0.1:0", self.limits, endpoints)
+        http = () if self.http_server is None else (self.http_server.endpoint,)
+        others = pb.Endpoints(http=http)
+        self.server = GrpcServer(self.node, "127.0.0.1:0", self.limits, others)
         await self.server.start()
         self.endpoint = self.server.endpoint
         if self.http_server is not None:

@@ -6,7 +6,6 @@ blocks never pass through Ray.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from kvferry.kv_transfer.choosing import endpoints_of
 from kvferry.worker.build import WorkerSettings, build_worker
 from kvferry.worker.description import WorkerDescription
+from kvferry.worker.logs import LogSettings, set_up_logging
 from kvferry.worker.messages import Member
 from kvferry.worker.process import WorkerProcess
 from kvferry.worker.worker import RoleHandler, Worker
@@ -29,9 +29,9 @@ class WorkerActor:
         self,
         settings: WorkerSettings,
         roles: Sequence[RoleFactory],
-        log_level: str = "WARNING",
+        logs: LogSettings,
     ) -> None:
-        logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+        set_up_logging(logs, settings.ref.node_id)
         self._settings = settings
         self._roles = roles
         self._process: WorkerProcess | None = None

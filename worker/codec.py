@@ -21,7 +21,7 @@ from kvferry.kv_cache.errors import KVFerryError
 from kvferry.worker import messages
 from kvferry.worker.messages import Body, Envelope
 
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 64 << 20
 
 

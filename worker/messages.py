@@ -31,6 +31,7 @@ from kvferry.worker.reports import (
     AuditRequest,
     BlockReport,
     CacheCounters,
+    HistogramReport,
     LoadReport,
     Member,
     Membership,
@@ -39,7 +40,9 @@ from kvferry.worker.reports import (
     PeerState,
     Role,
     RouterHeartbeat,
+    TransferTally,
     WorkerHeartbeat,
+    WorkerTallies,
 )
 
 # --- router → prefill worker ---------------------------------------------------------------
@@ -350,12 +353,13 @@ class Envelope:
 __all__ = [
     "Acknowledge", "Announce", "AnnouncedBlock", "AuditReport", "AuditRequest", "BlockReport",
     "Body", "CacheCounters", "CancelLeg", "DecodeStats", "Envelope", "FailureCause", "HandOff",
-    "HandOffRecord", "HeldItem", "HeldList",
+    "HandOffRecord", "HeldItem", "HeldList", "HistogramReport",
     "KVEvents", "KVSnapshot", "KVSnapshotRequest", "LeaseEnded", "Leg", "LegFailed", "LegState",
     "LoadReport", "Member", "Membership", "NodeRef", "OwnerReport", "PeerState",
     "PrefillDone", "PrefillRequest", "PrefillStats", "PullList", "PullRefused", "Received",
     "Replay",
     "Reserve", "ReserveOutcome", "ReserveReply", "Role", "RouterHeartbeat", "TokenEvent",
-    "TokenEvents", "TransferStats", "WantedItem", "WantedList", "WorkerHeartbeat",
+    "TokenEvents", "TransferStats", "TransferTally", "WantedItem", "WantedList", "WorkerHeartbeat",
+    "WorkerTallies",
 ]
 # fmt: on

@@ -94,10 +94,54 @@ class CacheCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class HistogramReport:
+    """An ``engine.histogram.Histogram`` without its bounds, which both sides know; empty before it
+    is known.
+    """
+
+    bucket_counts: tuple[int, ...] = ()
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTally:
+    """What one connector has read since the worker started: blocks verified, reads of a block that
+    failed by reason, and how long the blocks of a request took from the first read to the last.
+    """
+
+    connector: str
+    num_moved: int
+    bytes_moved: int
+    failures: tuple[tuple[str, int], ...]
+    seconds: HistogramReport
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTallies:
+    """What a worker has counted since it started, besides its cache.
+
+    Attributes:
+        number: of this report; one with a lower number is older, however late it comes.
+        step_seconds, step_tokens: the engine's steps, their duration and their positions.
+        refused: messages and acknowledgements that were refused, by kind.
+        num_leases_expired: leases ended because their reader had stalled.
+        transfers: one per connector that has read.
+    """
+
+    number: int = 0
+    step_seconds: HistogramReport = HistogramReport()
+    step_tokens: HistogramReport = HistogramReport()
+    refused: tuple[tuple[str, int], ...] = ()
+    num_leases_expired: int = 0
+    transfers: tuple[TransferTally, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a worker holds, for placement and status. Free blocks are those that can be taken,
     cached ones among them; swapped sequences are not among the waiting ones. ``match_unit`` is the
-    number of tokens per chain value of the index, 0 if there is none.
+    number of tokens per chain value of the index, 0 if there is none. ``block_classes`` are (class,
+    number) pairs; their sum is the pool.
     """
 
     membership_version: int = 0
@@ -118,6 +162,9 @@ class LoadReport:
     decode_step_s: float | None = None
     peers: tuple[PeerState, ...] = ()
     num_swapped: int = 0
+    block_classes: tuple[tuple[str, int], ...] = ()
+    num_leases: int = 0
+    tallies: WorkerTallies = WorkerTallies()
 
 
 @dataclass(frozen=True, slots=True)

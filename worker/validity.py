@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.engine.batch import TokenLogprobs
+from kvferry.engine.histogram import STEP_SECONDS, STEP_TOKENS, TRANSFER_SECONDS
 from kvferry.engine.request import (
     MAX_BEAM_STOP_TOKEN_IDS,
     MAX_BEAMS,
@@ -30,6 +31,7 @@ WORD = 1 << 64  # generations, digests and seeds are below it
 COUNT = 1 << 31  # token ids, positions and counts are
 LARGE = 1 << 53  # bytes and totals, which JSON must be able to say
 NAME_LENGTH = 1024
+MAX_KINDS = 64  # of connectors and of refusals: each becomes a series of its own
 CLASSES = frozenset(block_class.value for block_class in BlockClass)
 FINISHES = frozenset(reason.value for reason in FinishReason)
 
@@ -40,7 +42,8 @@ _LARGE = frozenset(
     | {"queried_tokens", "hit_tokens_local", "hit_tokens_moved", "hit_tokens_host"}
     | {"recomputed_tokens_preemption", "recomputed_tokens_recovery"}
     | {"num_evictions", "num_cow_copies", "preemptions_recompute", "preemptions_offload"}
-    | {"num_kv_events", "first", "next_event"}
+    | {"num_kv_events", "first", "next_event", "num_moved", "num_leases_expired"}
+    | {"bucket_counts", "failures", "refused"}
     | {"bytes_moved", "block_bytes", "queued_tokens", "num_preemptions", "stale_refused"}
 )
 _MAY_BE_NEGATIVE = frozenset(
@@ -116,8 +119,9 @@ def _tuple(value: tuple[Any, ...], name: str) -> Iterator[str]:
         for field_name, item in zip(fields, value, strict=True):
             yield from _numbers(item, field_name)
     elif value and type(value[0]) is int:  # token ids: the long lists
-        if min(value) < 0 or max(value) >= COUNT:
-            yield f"{name}: {min(value)} to {max(value)}, wanted 0 to {COUNT - 1}"
+        limit = LARGE if name in _LARGE else COUNT
+        if min(value) < 0 or max(value) >= limit:
+            yield f"{name}: {min(value)} to {max(value)}, wanted 0 to {limit - 1}"
     elif value and type(value[0]) is float:  # log-probabilities
         if not all(map(math.isfinite, value)) or (min(value) < 0 and name not in _MAY_BE_NEGATIVE):
             yield f"{name}: {min(value)} to {max(value)}, wanted finite numbers, not negative"
@@ -228,3 +232,16 @@ def _member(member: Member) -> Iterator[str]:
 def _load(load: LoadReport) -> Iterator[str]:
     if load.num_free_blocks > load.num_blocks:
         yield f"num_free_blocks: {load.num_free_blocks} of {load.num_blocks}"
+    if any(name not in CLASSES for name, _ in load.block_classes):
+        yield f"block_classes: wanted some of {sorted(CLASSES)}"
+    tallies = load.tallies
+    for bounds, found in (
+        (STEP_SECONDS, tallies.step_seconds),
+        (STEP_TOKENS, tallies.step_tokens),
+        *((TRANSFER_SECONDS, transfer.seconds) for transfer in tallies.transfers),
+    ):
+        if len(found.bucket_counts) not in (0, len(bounds) + 1):
+            yield f"bucket_counts: {len(found.bucket_counts)}, wanted {len(bounds) + 1}"
+    kinds = (tallies.refused, tallies.transfers, *(t.failures for t in tallies.transfers))
+    if max(map(len, kinds)) > MAX_KINDS:
+        yield f"tallies: more than {MAX_KINDS} kinds"

@@ -22,7 +22,7 @@ from kvferry.kv_cache.audit import Owner, PoolAudit, audit, audit_host, index_ow
 from kvferry.kv_transfer.connector import IncompatiblePeer, KVConnector, Peer, TransferFailed
 from kvferry.worker import messages as m
 from kvferry.worker.channel import Channels
-from kvferry.worker.counting import cache_counters
+from kvferry.worker.counting import cache_counters, worker_tallies
 from kvferry.worker.messages import Body, Envelope, LoadReport, Member, NodeRef, PeerState, Role
 from kvferry.worker.reads import Reads
 
@@ -118,6 +118,7 @@ class Worker:
         self._incompatible: set[NodeRef] = set()
         self._routers: dict[str, _Router] = {}
         self._next_lists = 0.0
+        self._num_beats = 0
 
     def attach(self, role: RoleHandler) -> None:
         """Add a role; a colocated worker has both."""
@@ -221,6 +222,7 @@ class Worker:
 
     def heartbeats(self) -> list[Envelope]:
         """One heartbeat per known router."""
+        self._num_beats += 1
         beat = m.WorkerHeartbeat(self.load())
         return [
             self.channels.stamp_heartbeat(
@@ -250,6 +252,8 @@ class Worker:
             cache=cache_counters(self.engine),
             stale_refused=self.channels.refused.total(),
             peers=tuple(self._peer_states()),
+            block_classes=tuple(self.engine.pool.count_classes().items()),
+            tallies=worker_tallies(self.engine, self.channels.refused, self._num_beats),
         )
         for role in self.roles:
             load = role.add_load(load)

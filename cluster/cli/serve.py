@@ -47,6 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: none)",
     )
     parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="address to serve metrics for Prometheus on; port 0 picks a free one (default: none)",
+    )
+    parser.add_argument(
         "--address",
         metavar="RAY_ADDRESS",
         help="join this running Ray cluster, HOST:PORT (default: start one of its own)",
@@ -69,6 +74,7 @@ def run(args: argparse.Namespace) -> Result:
             "colocated.replicas": args.colocated,
             "server.grpc": args.grpc,
             "server.http": args.http,
+            "server.metrics": args.metrics,
             "ray.address": args.address,
         },
     )
@@ -83,11 +89,16 @@ def run(args: argparse.Namespace) -> Result:
                     f"warning: {address} can be reached from other machines, and there "
                     "is neither TLS nor authentication: anybody who reaches it may use the cluster"
                 )
+            if config.server.metrics is not None and not is_loopback(config.server.metrics):
+                progress.say(
+                    f"warning: {config.server.metrics} can be reached from other machines, and "
+                    "whoever reaches it may read the metrics"
+                )
             cluster = start(config, progress)
         try:
             signals.install()  # whatever start-up put in their place
             signals.started()
-            line = ready_line(cluster.grpc, cluster.http, cluster.ray_address)
+            line = ready_line(cluster.grpc, cluster.http, cluster.ray_address, cluster.metrics)
             if args.ready_file is not None:
                 write_whole(args.ready_file, line + "\n")
             print(line, flush=True)
@@ -110,9 +121,15 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def ready_line(grpc: str, http: str | None, ray_address: str) -> str:
+def ready_line(grpc: str, http: str | None, ray_address: str, metrics: str | None) -> str:
     """The line that says where the cluster listens."""
-    facts = {"grpc": grpc, "http": http, "pid": os.getpid(), "ray_address": ray_address}
+    facts = {
+        "grpc": grpc,
+        "http": http,
+        "pid": os.getpid(),
+        "ray_address": ray_address,
+        "metrics": metrics,
+    }
     return f"READY {json.dumps(facts, separators=(',', ':'))}"
 
 

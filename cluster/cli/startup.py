@@ -12,17 +12,19 @@ from typing import Protocol, cast
 
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.config import Config
+from kvferry.worker.logs import set_up_logging
 
 
 class RunningCluster(Protocol):
     """What commands need of ``kvferry.cluster.launcher.Cluster``.
 
-    ``grpc`` and ``http`` (None: no such door) are HOST:PORT; ``startup_s`` is the seconds from the
-    call to readiness.
+    ``grpc``, ``http`` and ``metrics`` (None: no such door) are HOST:PORT; ``startup_s`` is the
+    seconds from the call to readiness.
     """
 
     grpc: str
     http: str | None
+    metrics: str | None
     ray_address: str
     startup_s: float
 
@@ -40,6 +42,9 @@ def start(config: Config, progress: ProgressLine) -> RunningCluster:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     store = import_module("kvferry.engine.weights.store")
     launcher = import_module("kvferry.cluster.launcher")
+    if config.logging.format == "json":  # else what this process logs is Python's to print
+        settings = import_module("kvferry.cluster.settings")
+        set_up_logging(settings.log_settings(config), "launcher")
     folder = store.resolve_model(
         config.model.name,
         config.model.path,

@@ -27,6 +27,7 @@ class FakeCluster:
 
     http: str | None = None
     ray_address = "127.0.0.1:6379"
+    metrics = None
     startup_s = 1.5
 
     def __init__(self, endpoint: str) -> None:
@@ -194,7 +195,7 @@ import sys, time
 from kvferry.cluster.cli import main, serve
 
 class Cluster:
-    grpc, http = "127.0.0.1:7", "127.0.0.1:8"
+    grpc, http, metrics = "127.0.0.1:7", "127.0.0.1:8", None
     ray_address, startup_s = "127.0.0.1:6379", 0.0
     def stop(self, grace_s):
         print("STOPPING", flush=True)
@@ -251,6 +252,7 @@ def test_serve_says_ready_once_and_stops_in_order(
         "http": "127.0.0.1:8",
         "pid": process.pid,
         "ray_address": "127.0.0.1:6379",
+        "metrics": None,
     }
     assert file.read_text() == ready
     process.send_signal(number)
@@ -295,7 +297,7 @@ def test_serve_takes_the_signals_back_from_what_start_up_installed(serve: Serve)
 
 
 def test_ready_line_is_one_line() -> None:
-    said = ready_line("127.0.0.1:1", "127.0.0.1:2", "x")
+    said = ready_line("127.0.0.1:1", "127.0.0.1:2", "x", None)
     assert "\n" not in said
     assert json.loads(said.removeprefix("READY "))["pid"] == os.getpid()
 

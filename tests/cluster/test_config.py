@@ -23,6 +23,7 @@ from kvferry.cluster.config import (
     parse_duration,
     parse_size,
 )
+from kvferry.cluster.router_actor import RouterEndpoints
 from kvferry.cluster.settings import router_settings, worker_settings
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.faults import FaultPlan
@@ -319,19 +320,17 @@ def test_workers_get_the_host_tier_and_router_and_workers_the_ageing() -> None:
         assert settings.disk_bytes == 10**9
         assert settings.scheduler.ageing == 3.0
     ref = NodeRef("router-0", 1)
-    assert router_settings(config, Path("m"), ref, "127.0.0.1:0").config.ageing == 3.0
+    assert router_settings(config, Path("m"), ref, RouterEndpoints("")).config.ageing == 3.0
     plain = load_config()
-    assert router_settings(plain, Path("m"), ref, "127.0.0.1:0").config.ageing is None
+    assert router_settings(plain, Path("m"), ref, RouterEndpoints("")).config.ageing is None
     workers = worker_settings(plain, Path("m"), sizes, lambda: 1)
     assert {settings.host_bytes for _, settings in workers} == {0}
 
 
 def test_the_http_door_has_an_address_of_its_own_or_there_is_none() -> None:
-    ref = NodeRef("router-0", 1)
     assert load_config().server.http is None
     config = load_config(None, {"server.http": "127.0.0.1:8000"})
-    settings = router_settings(config, Path("m"), ref, "127.0.0.1:50051", config.server.http)
-    assert (settings.grpc, settings.http) == ("127.0.0.1:50051", "127.0.0.1:8000")
+    assert config.server.http == "127.0.0.1:8000"
     message = refusal({"server.http": "127.0.0.1:50051"})
     assert "server.http: got 127.0.0.1:50051, which is server.grpc's" in message
     both = load_config(None, {"server.http": "127.0.0.1:0", "server.grpc": "127.0.0.1:0"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from kvferry.engine.engine import Fork
 from kvferry.kv_cache.block_table import BlockTable
 from tests.engine.cache_cells import VOCABULARY
 from tests.engine.cache_house import CacheHouse, has_room, pick, picks, salts, tails
@@ -103,7 +104,7 @@ class BeamHouse(CacheHouse):
             self.seen["beams without a block"] += 1
         if num_tokens:
             tail = self.pool.allocate(1)[0] if num_tokens % self.size else None
-            table = self.engine.fork(parent.table, num_tokens, tail)
+            table = self.engine.fork([Fork(parent.table, num_tokens, tail)])[0]
             assert len(table.block_ids) == -(-num_tokens // self.size)
         self.num_records += 1
         tokens, words = [*parent.tokens, token], self.model.words

@@ -190,3 +190,31 @@ def test_a_quarantined_block_is_never_handed_out_again() -> None:
 def test_a_pool_has_at_least_one_block() -> None:
     with pytest.raises(ValueError, match="num_blocks is 0, wanted at least 1"):
         BlockPool(0)
+
+
+def test_classes_are_counted_under_the_strongest_owner() -> None:
+    pool = BlockPool(6)
+
+    def held() -> dict[str, int]:
+        return {name: count for name, count in pool.count_classes().items() if count}
+
+    assert held() == {"free": 6}
+    shared, read_into, lost = pool.allocate(3)
+    pool.begin_transfer(read_into)
+    pool.begin_transfer(read_into)
+    pool.seal(shared, 4, HASH)
+    pool.pin(shared)
+    pool.pin(shared)
+    assert held() == {"referenced": 3, "free": 3}
+    pool.release([shared, read_into])
+    assert held() == {"referenced": 1, "in_transfer": 1, "pinned": 1, "free": 3}
+    pool.unpin(shared)
+    pool.end_transfer(read_into)
+    assert held() == {"referenced": 1, "in_transfer": 1, "pinned": 1, "free": 3}
+    pool.quarantine(read_into)
+    pool.quarantine(lost)
+    assert held() == {"quarantined": 2, "pinned": 1, "free": 3}
+    pool.unpin(shared)
+    pool.end_transfer(read_into)
+    pool.release([lost])
+    assert held() == {"quarantined": 2, "free": 4}

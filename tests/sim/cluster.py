@@ -239,6 +239,7 @@ class SimCluster:
             if self.audit_every_step:
                 found = sim.worker.audit(now)
                 assert found.consistent, (sim.ref, found.problems)
+                assert found.counts == sim.worker.engine.pool.count_classes(), sim.ref
                 assert sum(found.counts.values()) == sim.worker.engine.pool.num_blocks
 
     def _arrive(self, envelope: Envelope, now: float) -> None:

@@ -47,7 +47,22 @@ def peer(**changes: Any) -> Body:
     return membership(replace(MEMBER, peer_info=replace(MEMBER.peer_info, **changes)))
 
 
+MOVED = m.TransferTally("shm", COUNT, LARGE - 1, (("stale", COUNT),), m.HistogramReport())
+
+
+def beating(**changes: Any) -> Body:
+    return m.WorkerHeartbeat(replace(LOAD, **changes))
+
+
 SOUND: list[Body] = [
+    beating(
+        tallies=m.WorkerTallies(
+            1,
+            m.HistogramReport((COUNT,) * 14, 1e9),
+            refused=(("sender", COUNT),),
+            transfers=(MOVED,),
+        )
+    ),
     RESERVE,
     PREFILL,
     DONE,
@@ -105,6 +120,18 @@ IMPOSSIBLE: dict[str, Body] = {
     "from_index: -1": m.Replay(R, ATTEMPT, -1),
     "num_tokens: -1": m.WantedList((m.WantedItem(R, ATTEMPT, m.Leg.DECODE, (m.Received(0, -1),)),)),
     "num_free_blocks: 5 of 4": m.WorkerHeartbeat(replace(LOAD, num_free_blocks=5)),
+    "block_classes: wanted": beating(block_classes=(("lost", 1),)),
+    "num_moved: -1": beating(tallies=m.WorkerTallies(transfers=(replace(MOVED, num_moved=-1),))),
+    "bucket_counts: 3, wanted 14": beating(
+        tallies=m.WorkerTallies(step_seconds=m.HistogramReport((1, 2, 3), 0.5))
+    ),
+    "bucket_counts: 2, wanted 14": beating(
+        tallies=m.WorkerTallies(transfers=(replace(MOVED, seconds=m.HistogramReport((1, 2), 0.5)),))
+    ),
+    "total: -1": beating(tallies=m.WorkerTallies(step_seconds=m.HistogramReport((), -1.0))),
+    "tallies: more than 64 kinds": beating(
+        tallies=m.WorkerTallies(refused=tuple((f"kind {i}", 1) for i in range(65)))
+    ),
     "num_running: -1": m.WorkerHeartbeat(replace(LOAD, num_running=-1)),
     "decode_step_s: inf": m.WorkerHeartbeat(replace(LOAD, decode_step_s=float("inf"))),
     "step_age_s: -1": m.WorkerHeartbeat(LOAD, -1.0),
@@ -147,9 +174,10 @@ def test_an_impossible_message_is_counted_and_changes_nothing(named: str) -> Non
     before = (worker.load(), dict(worker.members), worker.channels.stamp(ROUTER, RESERVE).heard)
     sender.send(IMPOSSIBLE[named])
     assert worker.channels.refused == {"impossible": 1}
+    assert worker.load().tallies == replace(before[0].tallies, refused=(("impossible", 1),))
     assert not worker.outbox
     now = (
-        replace(worker.load(), stale_refused=0),
+        replace(worker.load(), stale_refused=0, tallies=before[0].tallies),
         dict(worker.members),
         worker.channels.stamp(ROUTER, RESERVE).heard,
     )

@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from benchmarks.peers.completions_api import PeerAnswer, http_client, sender
+from benchmarks.peers.completions_api import PeerAnswer
+from benchmarks.peers.completions_api import client as peer
 from kvferry.cluster.client import Client
 from tests.fakes import stub_output
 from tests.stack import Stack
@@ -296,8 +297,8 @@ def test_what_asks_for_nothing_is_taken(neutral: dict[str, Any], http: httpx2.Cl
 
 def test_the_bench_s_client_of_such_servers_takes_it_as_one(stack: Stack) -> None:
     async def ask() -> PeerAnswer:
-        async with http_client() as client:
-            answer = await sender(client, stack.url, "stub")(PROMPT, 12)
+        async with peer(stack.url, "stub") as send:
+            answer = await send(PROMPT, 12)
         assert isinstance(answer, PeerAnswer)
         return answer
 

@@ -1,0 +1,1 @@
+"""What the cluster has counted, for Prometheus."""
