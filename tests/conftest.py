@@ -33,6 +33,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """For a run in several processes: a file stays in one, for its fixtures; so does all that
+    starts a Ray, of which there is one at a time.
+    """
+    if item.config.pluginmanager.hasplugin("xdist"):
+        starts_ray = item.get_closest_marker("ray") or "system" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else str(item.path)))
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line reads these; a developer's shell must not change what a test sees."""
