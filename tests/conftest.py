@@ -37,7 +37,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """For a run in several processes: a file stays in one, for its fixtures; so does all that
     starts a Ray, of which there is one at a time.
     """
-    if item.config.pluginmanager.hasplugin("xdist"):
+    if "PYTEST_XDIST_WORKER" in os.environ:
         starts_ray = item.get_closest_marker("ray") or "system" in item.path.parts
         item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else str(item.path)))
 
