@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -33,13 +34,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """For a run in several processes: a file stays in one, for its fixtures; so does all that
-    starts a Ray, of which there is one at a time.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In several processes a file stays in one, for its fixtures, and so do all system tests: there
+    is one Ray at a time.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        starts_ray = item.get_closest_marker("ray") or "system" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "system" if file.startswith("tests/system/") else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
