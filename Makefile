@@ -44,7 +44,7 @@ test: $(INSTALLED_DEV)
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 chaos: $(INSTALLED)
 	@$(BIN)/kvferry chaos $(ARGS)
