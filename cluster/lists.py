@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 from kvferry.cluster.routed_request import RoutedRequest, Ticket
 from kvferry.engine.request import RequestId
-from kvferry.worker.messages import HeldItem, Leg, LegState, NodeRef, Received, WantedItem
+from kvferry.worker.messages import (
+    HeldItem,
+    Leg,
+    LegState,
+    NodeRef,
+    Received,
+    ReserveOutcome,
+    WantedItem,
+)
 
 
 @dataclass(slots=True)
@@ -20,18 +28,16 @@ class Difference:
 
     Attributes:
         unwanted: held there, wanted no longer: to be cancelled.
-        full: requests whose place is kept there while the pool is full.
-        granted: (request, positions it need not prefill): the reply may have been lost.
-        computing: requests whose prompt that worker computes unasked; likewise.
+        answers: (request, what became of its reservation, positions it need not prefill): its place
+            is kept while the pool is full, or it has its blocks, or that worker computes its prompt
+            unasked; the reply may have been lost.
         decoding: requests whose prompt is whole there: the word of it may have been lost.
         unstarted: reserved there while the router holds the hand-off: its record was lost.
         lost: wanted there, asked for before the list was written, not held: to be asked again.
     """
 
     unwanted: list[HeldItem] = field(default_factory=list)
-    full: list[RoutedRequest] = field(default_factory=list)
-    granted: list[tuple[RoutedRequest, int]] = field(default_factory=list)
-    computing: list[RoutedRequest] = field(default_factory=list)
+    answers: list[tuple[RoutedRequest, ReserveOutcome, int]] = field(default_factory=list)
     decoding: list[RoutedRequest] = field(default_factory=list)
     unstarted: list[RoutedRequest] = field(default_factory=list)
     lost: list[Ticket] = field(default_factory=list)
@@ -64,11 +70,11 @@ def compare(
             continue
         held.add((item.request_id, item.leg))
         if item.leg is Leg.DECODE and item.state is LegState.FULL:
-            found.full.append(request)
+            found.answers.append((request, ReserveOutcome.FULL, 0))
         elif item.leg is Leg.DECODE and item.computes and not request.prefill_here:
-            found.computing.append(request)
+            found.answers.append((request, ReserveOutcome.COMPUTING, 0))
         elif item.leg is Leg.DECODE and ticket.seq <= heard:
-            found.granted.append((request, item.missing_from))
+            found.answers.append((request, ReserveOutcome.GRANTED, item.missing_from))
             if item.state is LegState.RUNNING and request.prefill is not None:
                 found.decoding.append(request)
             if item.state is LegState.RESERVED and request.holds_hand_off:

@@ -296,12 +296,8 @@ class Router:
         found = compare(record.ref, items, envelope.heard, self.requests)
         for item in found.unwanted:
             self._legs.send(record.ref, m.CancelLeg(item.request_id, item.attempt, item.leg))
-        for request in found.full:
-            self._answered(request, ReserveOutcome.FULL, 0, now)
-        for request, missing_from in found.granted:
-            self._answered(request, ReserveOutcome.GRANTED, missing_from, now)
-        for request in found.computing:
-            self._answered(request, ReserveOutcome.COMPUTING, 0, now)
+        for request, outcome, missing_from in found.answers:
+            self._answered(request, outcome, missing_from, now)
         for request in found.decoding:
             self._decodes(request)
         for request in found.unstarted:

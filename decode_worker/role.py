@@ -11,12 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvferry.decode_worker.branching import (
-    begin_computing,
-    begin_decoding,
-    begin_search,
-    branch_off,
-)
+from kvferry.decode_worker import branching
 from kvferry.decode_worker.leg import DecodeLeg, LegBranch
 from kvferry.decode_worker.puller import Puller, acknowledgement
 from kvferry.decode_worker.reservation import never_fits, reservation, take
@@ -148,7 +143,7 @@ class DecodeRole:
             self._reply(leg)
             if leg.computes:
                 leg.state = LegState.RUNNING
-                begin_computing(self._engine, leg, self, found.num_computed)
+                branching.begin_computing(self._engine, leg, self, found.num_computed)
 
     def _reply(self, leg: DecodeLeg) -> None:
         outcome = m.ReserveOutcome.COMPUTING if leg.computes else m.ReserveOutcome.GRANTED
@@ -222,12 +217,12 @@ class DecodeRole:
     def _begin(self, leg: DecodeLeg, hand_off: m.HandOff) -> None:
         """Decode what the hand-off begins."""
         if searches_beams(leg.request.spec):
-            root = begin_search(self._engine, leg, self, leg.num_kv_prompt)
+            root = branching.begin_search(self._engine, leg, self, leg.num_kv_prompt)
             self._report(leg, leg.branches[0], 0)  # no token, but its prefill worker may go
             self._search(leg, root, hand_off.logprobs[0])
             return
         going_on = leg.take_first(hand_off.token_ids, hand_off.logprobs)
-        begin_decoding(self._engine, leg, self, going_on)
+        branching.begin_decoding(self._engine, leg, self, going_on)
         for branch in leg.branches:
             if branch.finish is not None:
                 self._report(leg, branch, branch.reported)
@@ -257,7 +252,7 @@ class DecodeRole:
         leg.time_first(sequence, self._engine.step_started_at, now)
         self._timer.note(progress.num_computed, self._engine.step_started_at, now)
         if sequence is leg.stem:
-            branch_off(self._engine, leg, self, leg.take_first(*first_tokens(progress)))
+            branching.branch_off(self._engine, leg, self, leg.take_first(*first_tokens(progress)))
             for each in leg.branches:
                 self._report(leg, each, each.reported)
             leg.note_end()
