@@ -90,7 +90,10 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
     given_options: Mapping[str, Any] = options
     sampling = {k: v for k, v in given_options.items() if k in Sampling.__annotations__}
     for name, value in sampling.items():
-        _check_encodes(name, value)
+        _check_encodes(pb.SamplingParams, name, value)
+    for name in ("request_id", "model", "cache_salt", "priority"):
+        if options.get(name) is not None:
+            _check_encodes(pb.GenerateRequest, name, given_options[name])
     try:
         request = pb.GenerateRequest(
             request_id=options.get("request_id", ""),
@@ -110,13 +113,13 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
     return request
 
 
-def _check_encodes(name: str, value: Any) -> None:
-    """Name the sampling parameter that the contract cannot say."""
-    field = pb.SamplingParams.DESCRIPTOR.fields_by_name[name]
+def _check_encodes(message: Any, name: str, value: Any) -> None:
+    """Name the field that the contract cannot say."""
+    field = message.DESCRIPTOR.fields_by_name[name]
     if field.is_repeated and isinstance(value, str | bytes):
         raise InvalidRequest(f"{name}: got {value!r:.80}, wanted a list")
     try:
-        pb.SamplingParams(**{name: value})
+        message(**{name: value})
     except (TypeError, ValueError) as exc:
         why = f"{exc!s:.80}"
         raise InvalidRequest(f"{name}: got {value!r:.80}, which cannot be encoded: {why}") from exc

@@ -65,8 +65,7 @@ class Router:
         self.lost: deque[Death] = deque(maxlen=256)
         self.audits: deque[tuple[NodeRef, m.AuditReport]] = deque(maxlen=256)
         self._arrivals = 0
-        self._next_lists = 0.0
-        self._next_beat = 0.0
+        self._next_lists = self._next_beat = 0.0
         self._ticked_at = float("inf")
 
     # --- workers ----------------------------------------------------------------------------
@@ -284,8 +283,7 @@ class Router:
             error = InvalidRequest(f"{sender.node_id}: {failure.message}")
             self._end(request, RequestEnd(FAILED, error), now)
         else:
-            why = f"{sender.node_id}: {failure.message}"
-            self._retry(request, failure.cause, why, now)
+            self._retry(request, failure.cause, f"{sender.node_id}: {failure.message}", now)
 
     # --- lists ------------------------------------------------------------------------------
 

@@ -96,7 +96,6 @@ def test_unknown_key_names_its_path_and_the_nearest(
         "slo.ttft",
         "tenants.a",
         "cache.hash_seed",
-        "server.metrics",
         "server.tls",
         "router.replicas",
     ],
