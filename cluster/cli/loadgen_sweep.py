@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,13 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
         default=Path("sweep.json"),
         help="the document; what it holds already is not measured again (default: %(default)s)",
     )
+    group.add_argument(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="a request that takes longer fails (default: none)",
+    )
     add_report_files(group)
     add_load(parser)
     add_json(parser)
@@ -142,7 +151,8 @@ def run_sweep(args: argparse.Namespace) -> Result:
 
         sweeping = Sweeping(sweep, start, measure, origin, known, save, news)
         try:
-            sweeping.run()
+            with _sigterm_interrupts():
+                sweeping.run()
         except (KVFerryError, KeyboardInterrupt) as caught:
             error = caught
     error = error or sweeping.error
@@ -153,6 +163,16 @@ def run_sweep(args: argparse.Namespace) -> Result:
     if not args.json:
         show(fields, args.out, people(args))
     return Result(fields=fields, error=error)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM is like Ctrl-C, or the cluster, which has a session of its own, would stay."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _save(args: argparse.Namespace, sweeping: Sweeping) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +28,14 @@ class Clusters:
     def __init__(self) -> None:
         self.configs: list[dict[str, Any]] = []
         self.interrupt_at: int | None = None
+        self.signal = signal.SIGINT
         self.fail = False
 
     @contextmanager
     def __call__(self, config: Any, on_wait: Callable[[], None]) -> Iterator[Any]:
         if len(self.configs) == self.interrupt_at:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), self.signal)
+            signal.pause()
         if self.fail:
             raise ClusterFailed("kvferry serve ended with 2", 2)
         self.configs.append(json.loads(json.dumps(config)))
@@ -91,11 +95,12 @@ def test_a_sweep_measures_writes_and_draws(
     assert "4 points in s.json" in shown
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_leaves_a_document_and_goes_on(
-    clusters: Clusters, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    number: signal.Signals, clusters: Clusters, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     argv = ["loadgen", "sweep", "--arrangements", "1x2,2x1", "--rates", "50", *SMALL, "--json"]
-    clusters.interrupt_at = 1
+    clusters.interrupt_at, clusters.signal = 1, number
     assert main(argv) == 130
     document = documents.parse(capsys.readouterr().out)
     kept = json.loads((tmp_path / "sweep.json").read_text())
