@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -21,10 +23,12 @@ import yaml
 
 from kvferry.kv_cache.errors import KVFerryError
 
+MARK = "KVFERRY_SWEEP_CLUSTER"  # in the environment of its processes, and read by nobody else
 KVFERRY = (sys.executable, "-m", "kvferry.cluster.cli")
 START_S = 600.0  # a model may have to be fetched first
 STOP_S = 60.0
 KILLED_S = 30.0
+ROUNDS = 3
 POLL_S = 0.05
 _TOLD_LINES = 15
 _OF_THE_USER = (2, 3)  # usage or configuration, model or port: nothing that another try would mend
@@ -61,6 +65,7 @@ class ServeProcess:
         self._on_wait = on_wait
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-sweep-")
         self._log = Path(self._folder.name) / "serve.log"
+        self._id = uuid.uuid4().hex
         self.endpoint = ""
         self.startup_s = 0.0
 
@@ -77,6 +82,7 @@ class ServeProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, MARK: self._id},
             )
         try:
             while not ready.exists():
@@ -107,26 +113,31 @@ class ServeProcess:
         return "".join(f"\n  {line}" for line in lines[-_TOLD_LINES:])
 
     def __exit__(self, *exc_info: object) -> None:
-        family = self._family()
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
         finally:
-            for member in family:
-                with contextlib.suppress(psutil.Error):
-                    member.kill()
+            for _ in range(ROUNDS):  # again, for what was born meanwhile
+                family = self._family()
+                for member in family:
+                    with contextlib.suppress(psutil.Error):
+                        member.kill()
+                self._process.poll()
+                psutil.wait_procs(family, KILLED_S)
             self._process.wait()
-            psutil.wait_procs(family, KILLED_S)
             self._folder.cleanup()
 
     def _family(self) -> list[psutil.Process]:
-        """The process and all below it. An id that was given away again is not killed: psutil looks
-        at the time of birth, too.
+        """Every live process that it started, known by its mark: a start that is interrupted leaves
+        some whose parent is gone.
         """
-        try:
-            process = psutil.Process(self._process.pid)
-            return [*process.children(recursive=True), process]
-        except psutil.Error:
-            return []
+        return [process for process in psutil.process_iter() if _mark(process) == self._id]
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.environ().get(MARK)
+    except psutil.Error:
+        return None

@@ -90,3 +90,20 @@ def test_an_interruption_while_it_starts_ends_it(
     with pytest.raises(KeyboardInterrupt):
         ServeProcess({}, script(tmp_path, text), interrupted).__enter__()
     assert not _lives(int(pids.read_text()))
+
+
+def test_what_an_ended_start_has_left_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pid"
+    monkeypatch.setenv("SAID", str(pids))
+    text = (
+        "import os, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True)\n"
+        "pathlib.Path(os.environ['SAID']).write_text(str(child.pid))\n"
+        "sys.exit(1)\n"
+    )
+    with pytest.raises(ClusterFailed):
+        ServeProcess({}, script(tmp_path, text)).__enter__()
+    assert not _lives(int(pids.read_text()))
