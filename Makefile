@@ -2,7 +2,8 @@
 # make test   ruff, mypy, pytest, in that order
 # make chaos  end processes under load in every state of a request; print what became of it
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
-# make loadgen-accuracy   the load generator's figures beside a stub server's own record
+# make experiments   the four recipes of the load generator, minutes to hours (docs/experiments)
+# make loadgen-accuracy experiments   the load generator's figures beside a stub server's own record
 # make cancel-storm   10,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
 # make mutants   faults of one line, each in a copy of the cache; print where the machine notices it
@@ -51,6 +52,14 @@ chaos: $(INSTALLED)
 
 false-deaths: $(INSTALLED)
 	@$(BIN)/kvferry chaos --soak 300 $(ARGS)
+
+# What was measured is kept in build/experiments, so that an interrupted run goes on.
+experiments: $(INSTALLED)
+	@mkdir -p build/experiments
+	@for recipe in mixed-lengths prefixes pressure disaggregation; do \
+		$(BIN)/kvferry loadgen sweep --recipe $$recipe --out build/experiments/$$recipe.json \
+			--html docs/experiments/$$recipe.html $(ARGS) || exit; \
+	done
 
 loadgen-accuracy: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.loadgen.accuracy $(ARGS)

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wants_document = "--json" in argv
     try:
         args = _parser(name, command).parse_args(argv)
+        args.argv = argv
         wants_document = getattr(args, "json", False)
         run: Callable[[argparse.Namespace], Result] = args.run
         with contextlib.redirect_stdout(sys.stderr if wants_document else sys.stdout):

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 
+from kvferry.cluster.cli import loadgen_report, loadgen_sweep
 from kvferry.cluster.cli.command import Command, Result, UsageError
 from kvferry.cluster.cli.document import Document
 from kvferry.cluster.cli.flags import add_json, people
 from kvferry.cluster.cli.loadgen_flags import configure_run, settings_of
+from kvferry.cluster.cli.loadgen_loop import event_loop
 from kvferry.cluster.cli.loadgen_view import show
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.loadgen.document import FIELDS, document_fields
@@ -37,6 +39,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_run(run)
     add_json(run)
     run.set_defaults(run=run_one)
+    loadgen_sweep.configure_sweep(
+        kinds.add_parser(
+            "sweep",
+            help="several loads against clusters that it starts, as a recipe or by flags",
+            description="Start clusters of several arrangements, send several loads to each.",
+        )
+    )
+    loadgen_report.configure_compare(
+        kinds.add_parser(
+            "compare",
+            help="two documents: what is better at what, beyond noise",
+            description="Hold document B against document A, figure by figure.",
+        )
+    )
+    loadgen_report.configure_report(
+        kinds.add_parser(
+            "report",
+            help="a document as one HTML page, and its plots as PNG files",
+            description="Draw a document of loadgen run or loadgen sweep.",
+        )
+    )
 
 
 def run_one(args: argparse.Namespace) -> Result:
@@ -62,14 +85,6 @@ def run_one(args: argparse.Namespace) -> Result:
     return Result(fields=fields, error=error or run.error)
 
 
-def event_loop() -> tuple[str, Callable[[], asyncio.AbstractEventLoop] | None]:
-    """Name and factory of the event loop: uvloop's where it is installed, for it costs less."""
-    try:
-        return "uvloop", import_module("uvloop").new_event_loop
-    except ModuleNotFoundError:
-        return "asyncio", None
-
-
 def _opener(
     settings: Settings, key_name: str | None
 ) -> Callable[[], AbstractAsyncContextManager[Target]]:
@@ -86,4 +101,8 @@ def _opener(
     return functools.partial(GrpcTarget, settings.endpoint, settings.model or "")
 
 
-COMMAND = Command(configure, Document("loadgen_run", FIELDS))
+COMMAND = Command(
+    configure,
+    Document("loadgen_run", FIELDS),
+    kinds={"sweep": loadgen_sweep.DOCUMENT, "compare": loadgen_report.COMPARE},
+)

@@ -79,6 +79,11 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
         help="take the settings of an earlier run's JSON document; flags override them",
     )
     _add_target(parser.add_argument_group("target"))
+    add_load(parser)
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """Flags of what is sent, when, and how it is measured; none of the target."""
     _add_workload(parser.add_argument_group("workload"))
     _add_arrivals(parser.add_argument_group("arrivals"))
     group = parser.add_argument_group("measurement")
@@ -192,19 +197,29 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def settings_of(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Settings:
     """The run that the arguments ask for, resolved. Raises BadLoad."""
-    given = {name: value for name, value in vars(args).items() if name in _SETTINGS}
-    slo = getattr(args, "slo", {})
-    given |= {f"slo_{name}": value for name, value in slo.items()}
+    given = given_of(args)
     if args.again is not None:
         return replace(_earlier(Path(args.again)), **given).resolved()
     if "endpoint" not in given:
         given["endpoint"] = environment.get("KVFERRY_ENDPOINT") or DEFAULT_ENDPOINT
+    return Settings(**implied(given)).resolved()
+
+
+def given_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags gave, by name."""
+    given = {name: value for name, value in vars(args).items() if name in _SETTINGS}
+    return given | {f"slo_{name}": value for name, value in getattr(args, "slo", {}).items()}
+
+
+def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With the workload that a file asks for, and the form that fits it."""
+    whole = dict(given)
     for workload in ("trace", "prompts"):
         if workload in given:
-            given.setdefault("workload", workload)
-    if given.get("workload") == "prompts":
-        given.setdefault("send", "text")
-    return Settings(**given).resolved()
+            whole.setdefault("workload", workload)
+    if whole.get("workload") == "prompts":
+        whole.setdefault("send", "text")
+    return whole
 
 
 _SETTINGS = frozenset(DEFAULTS.to_json())

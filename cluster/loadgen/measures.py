@@ -290,6 +290,7 @@ def request_row(sample: Sample, started_at: float) -> Json:
         "error": type(sample.error).__name__ if sample.error is not None else None,
         "intended_s": sample.intended_at - started_at,
         "sent_s": receipt.sent_at - started_at if receipt.was_sent else None,
+        "ended_s": receipt.ended_at - started_at if receipt.was_sent else None,
         "prompt_tokens": receipt.prompt_tokens or sample.prompt_tokens or None,
         "cached_tokens": receipt.cached_tokens,
         "output_tokens": sample.num_output_tokens,

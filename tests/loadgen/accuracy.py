@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.cluster.cli.loadgen import event_loop
+from kvferry.cluster.cli.loadgen_loop import event_loop
 from kvferry.cluster.loadgen.grpc_target import GrpcTarget
 from kvferry.cluster.loadgen.http_target import HttpTarget
 from kvferry.cluster.loadgen.measures import Pass, results_json
