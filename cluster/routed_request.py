@@ -157,6 +157,7 @@ class RoutedRequest:
         past_preemptions, past_recomputed, past_chunks, past_reused: what earlier attempts counted.
         lost_at: when an attempt was lost since a token was last delivered.
         gap_stats: decode's figures for the gap to token 2, if decode sampled that token.
+        reserved_at: when the decode leg was last asked for: what it computes waits from there.
         dispatched_at: when the first leg that computes was first sent.
         waiting_since: since when no worker could take it (placement waits at most worker_wait).
     """
@@ -184,6 +185,7 @@ class RoutedRequest:
     past_chunks: int = 0
     past_reused: int = 0
     lost_at: float | None = None
+    reserved_at: float | None = None
     dispatched_at: float | None = None
     prefill_ref: NodeRef | None = None
     decode_ref: NodeRef | None = None

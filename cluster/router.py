@@ -233,7 +233,7 @@ class Router:
             return
         if outcome is ReserveOutcome.COMPUTING:
             self._legs.computes_rest(request, worker)
-            request.dispatched_at = request.dispatched_at or now
+            request.dispatched_at = request.dispatched_at or request.reserved_at
         else:
             self._legs.granted(request, worker)
         if request.prefill_here:

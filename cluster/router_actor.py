@@ -172,7 +172,7 @@ class RouterActor:
         if doors.http is not None:
             # Loaded where it is wanted only: FastAPI takes half a second of a router's start.
             module = import_module("kvferry.cluster.http_door.server")
-            self._http = module.HttpServer(node, doors.http, limits, node.render_metrics)
+            self._http = module.HttpServer(node, doors.http, limits)
         return RouterEndpoints(
             doors.grpc,
             self._http.endpoint if self._http is not None else None,

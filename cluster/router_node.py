@@ -20,7 +20,6 @@ from kvferry.cluster.deaths import Death
 from kvferry.cluster.draining import begin_drain, holds_any, serves_any
 from kvferry.cluster.errors import DeadlineExceeded, NotReady, Overloaded, WorkerLost
 from kvferry.cluster.intake import Intake
-from kvferry.cluster.metrics.exposition import render
 from kvferry.cluster.metrics.families import Family, WorkerInfo, families
 from kvferry.cluster.policy import LeastLoaded
 from kvferry.cluster.reports.common import distribution_version
@@ -149,13 +148,6 @@ class RouterNode:
             for ref, worker in self.descriptions.items()
         }
         return families(self.router, self.intake.model.name, self._version, infos, self.clock())
-
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """The exposition for Prometheus and its content type, in the format that ``accept`` (the
-        HTTP header) wants. On the loop, for about a millisecond per worker: where there are many,
-        take ``metrics`` here and render them on a thread.
-        """
-        return render(self.metrics, accept)
 
     def cancel(self, request_id: str) -> bool:
         """End a request; False if it is unknown or has ended."""

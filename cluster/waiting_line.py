@@ -70,6 +70,7 @@ class WaitingLine:
             self._line.pop(0)
             request.state = RequestState.RESERVING
             self._legs.reserve(request, placement)
+            request.reserved_at = now
             if request.prefill_here:  # the worker itself measures its wait for blocks
                 request.dispatched_at = request.dispatched_at or now
             request.decision = Decision(

@@ -35,15 +35,13 @@ from kvferry.cluster.http_door.translate import (
     renamed,
     tokenize_ask,
 )
+from kvferry.cluster.metrics.exposition import render
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.request import InvalidRequest
 from kvferry.kv_cache.errors import KVFerryError
 
 logger = logging.getLogger(__name__)
-
-RenderMetrics = Callable[[], tuple[bytes, str]]
-"""Gives the metrics as a text and its content type."""
 
 
 @dataclass(slots=True)
@@ -58,7 +56,6 @@ class Door:
     node: RouterNode
     limits: ServerLimits
     wall_clock: Callable[[], float]
-    render_metrics: RenderMetrics | None = None
     draining: bool = False
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -182,10 +179,11 @@ class Door:
             raise NotReady("; ".join(reasons))
         return _json({"ready": True})
 
-    async def metrics(self) -> Response:
-        """What is counted, in Prometheus' text format."""
-        assert self.render_metrics is not None, "else there is no such route"
-        text, content_type = self.render_metrics()
+    async def metrics(self, request: Request) -> Response:
+        """What is counted, in Prometheus' text format; rendered beside the loop."""
+        families = self.node.metrics()
+        accept = request.headers.get("accept", "")
+        text, content_type = await asyncio.to_thread(render, lambda: families, accept)
         return Response(text, headers={"content-type": content_type})
 
 
@@ -201,8 +199,7 @@ def make_app(door: Door) -> FastAPI:
     app.post("/detokenize")(door.detokenize)
     app.get("/health")(door.health)
     app.get("/ready")(door.ready)
-    if door.render_metrics is not None:
-        app.get("/metrics")(door.metrics)
+    app.get("/metrics")(door.metrics)
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         404: _no_such_route,
         405: _wrong_method,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from kvferry.cluster.http_door.app import Door, RenderMetrics, make_app
+from kvferry.cluster.http_door.app import Door, make_app
 from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
@@ -36,7 +36,6 @@ class HttpServer:
         node: RouterNode,
         address: str,
         limits: ServerLimits | None = None,
-        render_metrics: RenderMetrics | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Bind the address; raises PortUnavailable."""
@@ -45,7 +44,7 @@ class HttpServer:
         self._socket = _listen(address, limits)
         port = self._socket.getsockname()[1]
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"
-        self._door = Door(node, limits, wall_clock, render_metrics)
+        self._door = Door(node, limits, wall_clock)
         config = uvicorn.Config(
             make_app(self._door),
             http="h11",

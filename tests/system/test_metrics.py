@@ -20,6 +20,7 @@ import pytest
 
 from kvferry.cluster.client import Client
 from kvferry.cluster.errors import InvalidRequest, KVFerryError, Overloaded
+from kvferry.cluster.metrics.exposition import render
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.engine.weights.store import ModelFolder
 from tests.cluster.metrics.scraping import Scrape, read
@@ -56,7 +57,7 @@ def stack(folder: Path) -> Iterator[Stack]:
 
 
 def page(stack: Stack) -> Scrape:
-    text, content_type = stack.on_loop(stack.node.render_metrics)
+    text, content_type = render(lambda: stack.on_loop(stack.node.metrics))
     assert content_type.startswith("text/plain")
     return read(text)
 

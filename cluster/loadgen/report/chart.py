@@ -54,7 +54,7 @@ class Chart:
         xs = [x for x, _ in points] or [0.0, 1.0]
         left, right = min(0.0, *xs), max(xs)
         if any(line.has_marks for line in self.lines):
-            right *= 1.04
+            right += 0.04 * (right - left)
         return left, right if right > left else left + 1.0, top if top > 0 else 1.0
 
 
