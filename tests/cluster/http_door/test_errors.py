@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 
 from kvferry.cluster.errors import STATUS, Cancelled, KVFerryError, Overloaded, Status
 from kvferry.cluster.http_door.bodies import MAX_PROMPTS
-from kvferry.cluster.http_door.server import HttpServer
 from kvferry.cluster.routed_request import FAILED, RequestEnd
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.request import RequestSpec
