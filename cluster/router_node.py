@@ -101,7 +101,7 @@ class RouterNode:
         """
         try:
             return await self._take_in(step, request)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is counted and goes on to the door
             if isinstance(request, pb.GenerateRequest):
                 self.router.recorder.rejected(error)
             raise
@@ -135,7 +135,7 @@ class RouterNode:
         session = sessions[0] if len(sessions) == 1 else BranchedSession(sessions, emit)
         try:
             request = self.router.submit(spec, session, self.clock(), received_at)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is counted and goes on to the door
             self.router.recorder.rejected(error)
             raise
         self._flush()

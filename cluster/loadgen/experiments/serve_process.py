@@ -92,7 +92,7 @@ class ServeProcess:
                     raise ClusterFailed(
                         f"the cluster is not ready after {START_S:g} s{self._tail()}"
                     )
-                time.sleep(POLL_S)
+                time.sleep(POLL_S)  # another process writes the file; nothing tells of it
             self.startup_s = time.monotonic() - began
             line = ready.read_text(encoding="utf-8")
             self.endpoint = json.loads(line.removeprefix("READY "))["grpc"]
