@@ -7,7 +7,9 @@ line it prints is ``{"grpc": HOST:PORT, "http": URL}``; when its standard input 
 more, a list of records ``{"door", "prompt", "received", "emitted"}`` in order of arrival, and ends.
 Moments are readings of the monotonic clock, taken before the token is handed to the transport.
 
-Token k of a request is due at its receipt + ``ttft`` + k × ``interval``.
+Token k of a request is due at its receipt + ``ttft`` + k × ``interval``. Receipt over gRPC is
+when the call was accepted, half a millisecond before its handler has the message; over HTTP when
+the request's head has come.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -33,6 +36,12 @@ from kvferry.protos.kvferry_pb2_grpc import (
 from tests.cluster.fake_server import REQUEST_ID, finished, status_response
 
 MAX_BODY = 1 << 24
+
+if TYPE_CHECKING:
+    Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+    Handler = grpc.RpcMethodHandler[Any, Any]
+else:
+    Interceptor = grpc.aio.ServerInterceptor
 
 
 @dataclass(slots=True)
@@ -53,15 +62,32 @@ class Schedule:
     interval_s: float
     records: list[Record] = field(default_factory=list)
 
-    async def tokens(self, door: str, prompt: list[int], count: int) -> AsyncIterator[int]:
+    async def tokens(
+        self, door: str, prompt: list[int], count: int, received: float
+    ) -> AsyncIterator[int]:
         """Each token's number, when it is due; noted as emitted."""
-        record = Record(door, prompt, time.monotonic())
+        record = Record(door, prompt, received)
         self.records.append(record)
         for number in range(count):
             due = record.received + self.ttft_s + number * self.interval_s
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             record.emitted.append(time.monotonic())
             yield number
+
+
+accepted_at: ContextVar[float] = ContextVar("accepted_at")
+
+
+class NoteArrival(Interceptor):
+    """Writes down when a call was accepted; its handler runs in the same context."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        accepted_at.set(time.monotonic())
+        return await continuation(handler_call_details)
 
 
 class GrpcDoor(InferenceServicer, ClusterServicer):
@@ -75,7 +101,7 @@ class GrpcDoor(InferenceServicer, ClusterServicer):
         accepted = pb.Accepted(prompt_tokens=len(prompt))
         await context.write(pb.GenerateResponse(request_id=REQUEST_ID, accepted=accepted))
         count = request.sampling.max_tokens
-        async for number in self._schedule.tokens("grpc", prompt, count):
+        async for number in self._schedule.tokens("grpc", prompt, count, accepted_at.get()):
             delta = pb.Delta(index=number, token_ids=[number], text=" a")
             await context.write(pb.GenerateResponse(request_id=REQUEST_ID, delta=delta))
         end = finished(count, prompt_tokens=len(prompt))
@@ -98,6 +124,7 @@ class HttpDoor:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                received = time.monotonic()
                 path = head.split(" ", 2)[1]
                 lengths = [
                     int(line.partition(":")[2])
@@ -106,7 +133,7 @@ class HttpDoor:
                 ]
                 body = await reader.readexactly(lengths[0] if lengths else 0)
                 if path == "/v1/completions":
-                    await self._complete(json.loads(body), writer)
+                    await self._complete(json.loads(body), writer, received)
                 else:
                     self._answer(path, writer)
                 await writer.drain()
@@ -123,7 +150,9 @@ class HttpDoor:
             b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(content)) + content
         )
 
-    async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _complete(
+        self, body: dict[str, Any], writer: asyncio.StreamWriter, received: float
+    ) -> None:
         def event(value: str) -> None:
             data = f"data: {value}\n\n".encode()
             writer.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -133,7 +162,8 @@ class HttpDoor:
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
         with_ids = bool(body.get("return_token_ids"))
-        async for number in self._schedule.tokens("http", body["prompt"], body["max_tokens"]):
+        wanted = body["prompt"], body["max_tokens"]
+        async for number in self._schedule.tokens("http", *wanted, received):
             choice: dict[str, Any] = {"index": 0, "text": " a", "finish_reason": None}
             if with_ids:
                 choice["token_ids"] = [number]
@@ -147,7 +177,7 @@ class HttpDoor:
 
 async def serve(schedule: Schedule) -> None:
     """Until standard input ends."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[NoteArrival()])
     door = GrpcDoor(schedule)
     add_InferenceServicer_to_server(door, server)
     add_ClusterServicer_to_server(door, server)
