@@ -138,7 +138,7 @@ class CacheConfig(_Section):
     prefix_match_unit: Count | None = None
     num_blocks: Count | None = None
     memory: Annotated[Size, Field(ge=1)] | None = None
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = "auto"
     host_tier: HostTierConfig = HostTierConfig()
 
 

@@ -33,6 +33,15 @@ class ChosenKernels:
     warning: str | None = None
 
 
+def check_pool_dtype(chosen: ChosenKernels, kv_dtype: str) -> None:
+    """That a family takes pools of this element type. Raises KernelsUnavailable."""
+    if chosen.implementation == CPU and kv_dtype == "float8_e4m3fn":
+        raise KernelsUnavailable(
+            "cache.kv_dtype is float8_e4m3fn, which the compiled kernels for CPUs do not read: "
+            "choose int8, as small, or debug.kernels reference"
+        )
+
+
 def choose_kernels(wanted: str = AUTO, isa: str = AUTO) -> ChosenKernels:
     """The family of kernels for this process, its instruction set in force.
 

@@ -30,7 +30,7 @@ from kvferry.engine.table_rows import BlockOutOfRange, TableRows
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
 
-POOL_DTYPES = {**TORCH_DTYPES, "int8": torch.int8}
+POOL_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 PoolBuffer = memoryview | bytearray | mmap.mmap | torch.Tensor
 
 

@@ -18,7 +18,16 @@ from math import prod
 MAX_BLOCK_SIZE = 1024
 """Positions of a block at most."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int64": 8}
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+}
+SCALED_DTYPES = ("int8", "float8_e4m3fn")
+"""Of pools that have a float32 scale per row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.kernel_choice import AUTO as AUTO_KERNELS
-from kvferry.engine.kernel_choice import ChosenKernels, choose_kernels
+from kvferry.engine.kernel_choice import ChosenKernels, check_pool_dtype, choose_kernels
 from kvferry.engine.model_runner import TorchModelRunner, peak_step_bytes
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.linear import ModelDtype
@@ -121,6 +121,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
     """
     torch.set_num_threads(settings.threads)
     chosen = choose_kernels(settings.kernels, settings.isa)
+    check_pool_dtype(chosen, settings.kv_dtype)
     model = load_model(Path(settings.model_folder), settings.dtype, chosen.kernels)
     config = model.config
     layout = kv_layout(config, settings.block_size, settings.kv_dtype)

@@ -19,7 +19,7 @@ from kvferry.engine.models.llama import Kernels, LayerWeights, LlamaModel, Llama
 from kvferry.engine.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_names, tensor_shapes
 from kvferry.engine.weights.reader import open_weights
 from kvferry.kernels import reference
-from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
+from kvferry.kv_cache.layout import SCALED_DTYPES, KVCacheLayout, KVGroup
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of files, activations and pools that need no scales."""
@@ -82,7 +82,7 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
     Args:
         config: the model.
         block_size: positions per block.
-        kv_dtype: element type, a key of ``kv_cache.layout.DTYPE_BYTES``; int8 gets float32 scales.
+        kv_dtype: element type, a key of ``kv_cache.layout.DTYPE_BYTES``; some get scales.
     """
     group = KVGroup(
         first_layer=0,
@@ -90,7 +90,7 @@ def kv_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> KVCacheLay
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
-        scales="float32" if kv_dtype == "int8" else "",
+        scales="float32" if kv_dtype in SCALED_DTYPES else "",
     )
     return KVCacheLayout(block_size=block_size, groups=(group,))
 

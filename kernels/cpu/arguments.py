@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from kvferry.kernels.cpu.errors import InvalidKernelArgument
-from kvferry.kernels.reference.int8 import run_bytes
+from kvferry.kernels.reference.scaled import run_bytes
 
 ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1}
 POOLS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}

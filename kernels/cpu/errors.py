@@ -5,11 +5,21 @@ ImportError
     ├── ExtensionMissing
     └── ExtensionStale
 ValueError
-├── InvalidKernelArgument
+├── InvalidKernelArgument (kernels.errors)
 └── UnknownIsa
 """
 
 from __future__ import annotations
+
+from kvferry.kernels.errors import InvalidKernelArgument
+
+__all__ = [
+    "ExtensionMissing",
+    "ExtensionStale",
+    "ExtensionUnusable",
+    "InvalidKernelArgument",
+    "UnknownIsa",
+]
 
 
 class ExtensionUnusable(ImportError):
@@ -22,13 +32,6 @@ class ExtensionMissing(ExtensionUnusable):
 
 class ExtensionStale(ExtensionUnusable):
     """They were built from other sources than those beside them."""
-
-
-class InvalidKernelArgument(ValueError):
-    """An argument is not what a kernel takes; names it, what it is and what was wanted.
-
-    Nothing has been written.
-    """
 
 
 class UnknownIsa(ValueError):

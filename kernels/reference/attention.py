@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvferry.kernels.reference.int8 import row_scales
+from kvferry.kernels.reference.scaled import has_scales, row_scales
 
 
 def paged_attention(
@@ -23,6 +23,7 @@ def paged_attention(
     seq_lens: torch.Tensor,
     softmax_scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's queries over its KV, whose slots are already written.
 
@@ -32,8 +33,9 @@ def paged_attention(
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``.
-        pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; of int8 with the
-            scales of ``kernels.reference.int8``, of which those of valid positions are read.
+        pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; of int8
+            and float8 with the scales of ``kernels.reference.scaled``, of which those of valid
+            positions are read.
         layer: layer index within the pool.
         block_tables: ``[num_seqs, max_blocks]`` int32 or int64; entries behind the block of
             position ``seq_len - 1`` are not read and may hold anything.
@@ -41,16 +43,19 @@ def paged_attention(
         seq_lens: ``[num_seqs]``, valid positions, queries included.
         softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
         window: the query at position ``p`` sees ``p - window + 1 .. p``; None for all up to ``p``.
+        soft_cap: scores become ``cap * tanh(score / cap)``; None leaves them.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the dtype of ``q``.
     """
     out = torch.empty_like(q)
     block_size = pool.shape[4]
-    blocks_last = pool[:, layer].permute(1, 2, 0, 3, 4)  # [2, kv_heads, num_blocks, slots, dim]
+    held = pool  # gathered as it lies: torch gathers no float8
     scales_last = None
-    if pool.dtype == torch.int8:
+    if has_scales(pool.dtype):
+        held = pool.view(torch.int8)
         scales_last = row_scales(pool)[:, layer].permute(1, 2, 0, 3)
+    blocks_last = held[:, layer].permute(1, 2, 0, 3, 4)  # [2, kv_heads, num_blocks, slots, dim]
     bounds = cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(seq_lens.tolist()):
         first, last = bounds[seq], bounds[seq + 1]
@@ -60,15 +65,19 @@ def paged_attention(
         first_block = oldest // block_size
         table = block_tables[seq, first_block : -(-seq_len // block_size)]
         seen = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
-        kv = blocks_last.index_select(2, table).flatten(2, 3)[:, :, seen].float()
+        kv = blocks_last.index_select(2, table).view(pool.dtype).flatten(2, 3)[:, :, seen].float()
         if scales_last is not None:
             kv *= scales_last.index_select(2, table).flatten(2, 3)[:, :, seen, None]
-        out[first:last] = _attend(q[first:last].float(), kv, softmax_scale, window)
+        out[first:last] = _attend(q[first:last].float(), kv, softmax_scale, window, soft_cap)
     return out
 
 
 def _attend(
-    q: torch.Tensor, kv: torch.Tensor, softmax_scale: float, window: int | None
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    softmax_scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """One sequence: q ``[query_len, heads, dim]`` over kv ``[2, kv_heads, kv_len, dim]``, float32.
 
@@ -87,6 +96,14 @@ def _attend(
         mask = mask.tril(kv_len - query_len)
         if window is not None:
             mask = mask.triu(kv_len - query_len - window + 1)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(grouped @ k.mT * (softmax_scale / soft_cap))
+        visible = torch.ones(query_len, kv_len, dtype=torch.bool, device=q.device).tril(
+            kv_len - query_len
+        )
+        scores.masked_fill_(~(visible if mask is None else mask), -torch.inf)
+        attended = scores.softmax(-1) @ v
+        return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
     attended = F.scaled_dot_product_attention(
         grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=softmax_scale
     )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.reference.int8 import quantised, row_scales
 from kvferry.kernels.reference.layers import rope
+from kvferry.kernels.reference.scaled import has_scales, quantised, row_scales
 
 K_PLANE, V_PLANE = 0, 1
 
@@ -24,8 +24,8 @@ def write_kv(
     Args:
         pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, written in place.
         layer: layer index within the pool.
-        k: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype; for int8 with a
-            scale per row, see ``kernels.reference.int8``.
+        k: ``[num_tokens, num_kv_heads, head_dim]``, converted to the pool's dtype; for int8
+            and float8 with a scale per row, see ``kernels.reference.scaled``.
         v: the same shape.
         slot_mapping: ``[num_tokens]`` int64, distinct slots.
     """
@@ -33,11 +33,11 @@ def write_kv(
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     offsets = slot_mapping - blocks * block_size
     planes = pool[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    if pool.dtype == torch.int8:
-        scales = row_scales(pool)[:, layer]
+    if has_scales(pool.dtype):
+        scales, planes = row_scales(pool)[:, layer], planes.view(torch.int8)
         for plane, rows in ((K_PLANE, k), (V_PLANE, v)):
-            integers, factors = quantised(rows)
-            planes[blocks, plane, :, offsets] = integers
+            elements, factors = quantised(rows, pool.dtype)
+            planes[blocks, plane, :, offsets] = elements.view(torch.int8)
             scales[blocks, plane, :, offsets] = factors
         return
     planes[blocks, K_PLANE, :, offsets] = k.to(pool.dtype)
@@ -77,8 +77,8 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks, all layers; ``pairs`` are (source block id, target block id).
 
     Targets are distinct. Every source is read before any target is written, so a block may be
-    both source and target. ``pool`` is contiguous; of int8, which is not, the bytes are given:
-    ``[num_blocks, block_bytes]`` uint8.
+    both source and target. ``pool`` is contiguous; of one with scales, which is not, the bytes
+    are given: ``[num_blocks, block_bytes]`` uint8.
 
     Raises ValueError.
     """

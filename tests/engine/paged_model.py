@@ -11,7 +11,7 @@ import torch
 from kvferry.engine.model_runner import pool_tensor
 from kvferry.engine.models.llama import AttentionInputs, LlamaModel
 from kvferry.engine.models.loading import kv_layout
-from kvferry.kernels.reference.int8 import row_scales
+from kvferry.kernels.reference.scaled import row_scales
 
 
 def save(model: Any, folder: Path) -> Path:

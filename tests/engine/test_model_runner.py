@@ -22,7 +22,7 @@ from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout
 from kvferry.engine.request import SamplingParams
 from kvferry.engine.sampling.sampler import InvalidLogits, uniform
-from kvferry.kernels.reference.int8 import row_scales
+from kvferry.kernels.reference.scaled import row_scales
 from tests.engine.generation import (
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -13,7 +13,7 @@ from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.models.loading import kv_layout, load_model, random_model
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.store import ModelFolder
-from kvferry.kernels.reference.int8 import row_scales
+from kvferry.kernels.reference.scaled import row_scales
 from kvferry.worker.messages import Announce, Envelope
 from tests.engine.generation import model_config
 from tests.golden.cluster import RealCluster, greedy

@@ -107,3 +107,22 @@ def dense_attention(
                 scores = keys @ batch.q[row, head].double() * softmax_scale
                 out[row, head] = scores.softmax(0) @ values
     return out
+
+
+def soft_capped_attention(
+    batch: Batch, group: int, softmax_scale: float, window: int | None, cap: float
+) -> torch.Tensor:
+    """``dense_attention`` with scores of ``cap * tanh(score / cap)``."""
+    out = torch.zeros(batch.q.shape, dtype=torch.float64)
+    bounds = batch.cu_seqlens_q.tolist()
+    for seq, seq_len in enumerate(batch.seq_lens.tolist()):
+        first, last = bounds[seq], bounds[seq + 1]
+        for row in range(first, last):
+            end = seq_len - (last - row) + 1
+            visible = slice(0 if window is None else max(0, end - window), end)
+            for head in range(batch.q.shape[1]):
+                keys = batch.k[seq][visible, head // group].double()
+                scores = keys @ batch.q[row, head].double() * softmax_scale
+                weights = (cap * torch.tanh(scores / cap)).softmax(0)
+                out[row, head] = weights @ batch.v[seq][visible, head // group].double()
+    return out

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 
 from kvferry.kernels import reference
-from kvferry.kernels.reference.int8 import row_scales
+from kvferry.kernels.reference.scaled import row_scales
 from tests.kernels.dense import LAYER, Batch, Case, build, cases, dense_attention
 from tests.kernels.families import ISAS, isa_in_force
-from tests.kernels.int8_pools import in_int8
+from tests.kernels.scaled_pools import in_scaled
 from tests.kernels.test_cpu_attention import TOLERANCE, attend, cpu_cases, error_of
 
 # (chunks behind what was computed before), one of them a decode step
@@ -30,7 +30,7 @@ def cpu(request: pytest.FixtureRequest) -> Iterator[Any]:
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_the_reference_equals_dense_attention_of_what_the_pool_holds(case: Case) -> None:
-    batch = in_int8(build(case))
+    batch = in_scaled(build(case), torch.int8)
     scale = 0.8 * case.head_dim**-0.5
     found = reference.paged_attention(
         batch.q,
@@ -50,7 +50,7 @@ def test_the_reference_equals_dense_attention_of_what_the_pool_holds(case: Case)
 @settings(max_examples=60)
 @given(cpu_cases())
 def test_equals_dense_attention_and_reads_no_slot_behind_the_sequence(cpu: Any, case: Case) -> None:
-    batch = in_int8(build(case))
+    batch = in_scaled(build(case), torch.int8)
     scale = 0.8 * case.head_dim**-0.5
     found = attend(cpu, batch, scale, case.window)
     assert found.dtype == case.dtype and found.shape == batch.q.shape
@@ -62,7 +62,9 @@ def test_equals_dense_attention_and_reads_no_slot_behind_the_sequence(cpu: Any, 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_heads_of_models(cpu: Any, head_dim: int, group: int, window: int | None) -> None:
-    batch = in_int8(build(Case(BATCH, 16, 2, group, head_dim, torch.float32, seed=head_dim)))
+    batch = in_scaled(
+        build(Case(BATCH, 16, 2, group, head_dim, torch.float32, seed=head_dim)), torch.int8
+    )
     expected = dense_attention(batch, group, head_dim**-0.5, window)
     found = attend(cpu, batch, head_dim**-0.5, window)
     assert error_of(found, expected) <= TOLERANCE[torch.float32]
@@ -71,7 +73,7 @@ def test_heads_of_models(cpu: Any, head_dim: int, group: int, window: int | None
 @settings(max_examples=15)
 @given(cpu_cases())
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(cpu: Any, case: Case) -> None:
-    batch = in_int8(build(case))
+    batch = in_scaled(build(case), torch.int8)
     together = attend(cpu, batch, 0.3, case.window)
     for seq in range(len(batch.seq_lens)):
         first, last = batch.cu_seqlens_q[seq : seq + 2].tolist()
@@ -87,7 +89,9 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(cpu: Any, case: Case
 
 @pytest.mark.parametrize("query_len", [1, 9])
 def test_soft_cap_bounds_scores_that_have_been_scaled(cpu: Any, query_len: int) -> None:
-    batch = in_int8(build(Case(((200, query_len),), 16, 1, 3, 64, torch.float32, seed=5)))
+    batch = in_scaled(
+        build(Case(((200, query_len),), 16, 1, 3, 64, torch.float32, seed=5)), torch.int8
+    )
     cap, scale = 3.0, 0.7
     keys, values = batch.k[0][:, 0], batch.v[0][:, 0]
     expected = torch.zeros(batch.q.shape, dtype=torch.float64)
@@ -110,7 +114,7 @@ def test_every_row_has_a_scale_of_its_own(cpu: Any, size: float) -> None:
         for at in range(length):
             block = batch.block_tables[seq, at // 16]
             batch.pool[block, LAYER, 1, :, at % 16] = batch.v[seq][at]
-    batch = in_int8(batch)
+    batch = in_scaled(batch, torch.int8)
     expected = dense_attention(batch, 2, 0.1, None)
     found = attend(cpu, batch, 0.1)
     assert bool(((found - expected).abs() <= 4e-6 * max(size, 1.0)).all())
@@ -128,7 +132,7 @@ def test_a_row_that_is_not_a_number_poisons_those_who_see_it_and_nobody_else(
     cpu: Any, query_len: int, poison: float
 ) -> None:
     case = Case(((150, query_len), (77, query_len)), 16, 1, 2, 64, torch.float32, seed=8)
-    batch = in_int8(build(case))
+    batch = in_scaled(build(case), torch.int8)
     clean = attend(cpu, batch, 0.2)
     last = 150 + query_len - 1  # seen by the last query only
     row = torch.ones(1, 1, 64)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import reference
-from kvferry.kernels.reference.int8 import quantised, row_scales, run_bytes, scales_offset
+from kvferry.kernels.reference.scaled import quantised, row_scales, run_bytes, scales_offset
 from tests.kernels.families import ISAS, compiled, isa_in_force
-from tests.kernels.int8_pools import GUARD_BYTES, bytes_of, int8_layout, int8_pool
+from tests.kernels.scaled_pools import GUARD_BYTES, bytes_of, scaled_layout, scaled_pool
 from tests.kernels.test_cpu_layers import turned64
 
 TINY = torch.finfo(torch.float32).tiny
@@ -69,8 +69,8 @@ def test_write_kv_leaves_half_a_step_and_touches_no_other_byte(
     layer = data.draw(st.integers(0, 2))
     k = rows_of(tokens, kv_heads, dim, seed=dim, exponent=exponent).to(dtype)
     v = rows_of(tokens, kv_heads, dim, seed=dim + 1).to(dtype)
-    pool, memory = int8_pool(num_blocks, 3, 2, kv_heads, block_size, dim)
-    wanted, wanted_memory = int8_pool(num_blocks, 3, 2, kv_heads, block_size, dim)
+    pool, memory = scaled_pool(torch.int8, num_blocks, 3, 2, kv_heads, block_size, dim)
+    wanted, wanted_memory = scaled_pool(torch.int8, num_blocks, 3, 2, kv_heads, block_size, dim)
     assert torch.equal(memory, wanted_memory)
     kernels.write_kv(pool, layer, k, v, slots)
     blocks, offsets = slots // block_size, slots % block_size
@@ -110,7 +110,7 @@ def test_rope_write_kv_quantises_the_turned_keys(
     fused = rows_of(tokens, heads + 2 * kv_heads, 2 * half, seed=half).to(dtype)
     qk, v = fused[:, : heads + kv_heads], fused[:, heads + kv_heads :]
     tables = reference.rope_tables(torch.arange(tokens), torch.rand(half), 1.0, dtype)
-    pool, memory = int8_pool(num_blocks, 3, 2, kv_heads, block_size, 2 * half)
+    pool, memory = scaled_pool(torch.int8, num_blocks, 3, 2, kv_heads, block_size, 2 * half)
     q = kernels.rope_write_kv(qk, v, *tables, pool, 1, slots)
     turned = kernels.rope(qk, *tables)
     assert torch.equal(q, turned[:, :heads])
@@ -123,7 +123,9 @@ def test_rope_write_kv_quantises_the_turned_keys(
     written = torch.zeros(pool.shape[:5], dtype=torch.bool)
     written[blocks, 1, :, :, offsets] = True
     assert torch.equal(~row_scales(pool).isnan(), written)
-    untouched, untouched_memory = int8_pool(num_blocks, 3, 2, kv_heads, block_size, 2 * half)
+    untouched, untouched_memory = scaled_pool(
+        torch.int8, num_blocks, 3, 2, kv_heads, block_size, 2 * half
+    )
     pool[written] = untouched[written]
     row_scales(pool)[written] = torch.nan
     assert torch.equal(bytes_of(pool, memory), bytes_of(untouched, untouched_memory))
@@ -136,7 +138,7 @@ def test_a_row_that_is_not_a_number_has_no_scale_and_the_rows_beside_it_do(
 ) -> None:
     k = rows_of(3, 1, 80, seed=1)
     k[1, 0, place] = poison
-    pool, _ = int8_pool(1, 1, 2, 1, 16, 80)
+    pool, _ = scaled_pool(torch.int8, 1, 1, 2, 1, 16, 80)
     kernels.write_kv(pool, 0, k, k, torch.tensor([4, 5, 6]))
     scales = row_scales(pool)[0, 0, :, 0, 4:7]
     assert scales.isnan().tolist() == [[False, True, False]] * 2
@@ -145,7 +147,7 @@ def test_a_row_that_is_not_a_number_has_no_scale_and_the_rows_beside_it_do(
 
 def test_zeros_stay_zeros_and_the_largest_numbers_finite(kernels: Any) -> None:
     k = torch.stack((torch.zeros(1, 64), torch.full((1, 64), -torch.finfo(torch.float32).max)))
-    pool, _ = int8_pool(1, 1, 2, 1, 16, 64)
+    pool, _ = scaled_pool(torch.int8, 1, 1, 2, 1, 16, 64)
     kernels.write_kv(pool, 0, k, k, torch.tensor([0, 1]))
     scales = row_scales(pool)[0, 0, 0, 0, :2]
     assert bool(scales.isfinite().all()) and bool((scales > 0).all())
@@ -154,7 +156,7 @@ def test_zeros_stay_zeros_and_the_largest_numbers_finite(kernels: Any) -> None:
 
 
 def test_blocks_are_copied_by_their_bytes_with_their_scales(kernels: Any) -> None:
-    pool, memory = int8_pool(4, 2, 2, 2, 16, 24)
+    pool, memory = scaled_pool(torch.int8, 4, 2, 2, 2, 16, 24)
     row_scales(pool).copy_(torch.rand(4, 2, 2, 2, 16))
     before = pool.clone(), row_scales(pool).clone()
     guards = memory[:GUARD_BYTES].clone(), memory[-GUARD_BYTES:].clone()
@@ -172,7 +174,7 @@ def test_blocks_are_copied_by_their_bytes_with_their_scales(kernels: Any) -> Non
 
 
 def test_a_pool_with_scales_is_not_copied_without_them(kernels: Any) -> None:
-    pool, _ = int8_pool(3, 1, 2, 1, 4, 8)
+    pool, _ = scaled_pool(torch.int8, 3, 1, 2, 1, 4, 8)
     ids, blocks = torch.tensor([0]), torch.zeros(1, *pool.shape[1:], dtype=torch.int8)
     before = pool.clone()
     with pytest.raises(ValueError, match=r"pool is of strides"):
@@ -188,7 +190,7 @@ def test_a_pool_without_room_for_scales_is_refused() -> None:
     cpu = compiled()
     row = torch.ones(1, 1, 8)
     dense = torch.zeros(3, 1, 2, 1, 4, 8, dtype=torch.int8)
-    whole, _ = int8_pool(3, 1, 2, 1, 4, 8)
+    whole, _ = scaled_pool(torch.int8, 3, 1, 2, 1, 4, 8)
     # the same strides, in memory that ends with the last row
     short = torch.zeros(6 * 48 - 16, dtype=torch.int8).as_strided(whole.shape, whole.stride())
     for pool, wanted in ((dense, "at least 48"), (short, "in 272 bytes, wanted at least 288")):
@@ -204,6 +206,6 @@ def test_a_pool_without_room_for_scales_is_refused() -> None:
 def test_the_layout_and_the_kernels_agree_on_where_scales_lie(
     block_size: int, head_dim: int
 ) -> None:
-    group = int8_layout(1, 1, block_size, head_dim).groups[0]
+    group = scaled_layout(torch.int8, 1, 1, block_size, head_dim).groups[0]
     assert group.scales_offset(block_size) == scales_offset(block_size, head_dim)
     assert group.run_bytes(block_size) == run_bytes(block_size, head_dim)

@@ -1,0 +1,1 @@
+"""What the kernels and the cluster do on a GPU, in minutes and in one table."""

@@ -1,0 +1,98 @@
+"""Builds, checks and times everything on one GPU: see ``scripts/gpu_check``.
+
+    python -m benchmarks.gpu [--json FILE] [--tune] [--skip-tests]
+
+1. The tests marked ``gpu``. 2. What the device does at best: a copy, a matrix product. 3. Attention
+beside that. With ``--tune`` the best tiles are looked for and written into the table of the
+architecture. Ends with 2 where there is no GPU, and with 1 where a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.work import Row, table
+
+
+def run_tests() -> int:
+    """Exit code of the tests marked ``gpu``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu", "tests"]
+    return subprocess.run(command, check=False).returncode
+
+
+def tune() -> Path:
+    """Write the table of this device's architecture; where it lies."""
+    from benchmarks.gpu.attention import tuned_tiles
+    from benchmarks.gpu.timing import Timer
+    from kvferry.kernels.triton.device import device_facts
+    from kvferry.kernels.triton.tuning import table_json
+
+    architecture = device_facts(torch.device("cuda", 0)).architecture
+    assert architecture is not None
+    tiles = {}
+    for key, tile in tuned_tiles(Timer(repeats=5)):
+        print(f"  {key}: {tile}", flush=True)
+        tiles[key] = tile
+    document = table_json(
+        architecture, torch.cuda.get_device_name(0), "scripts/gpu_check --tune", tiles
+    )
+    place = Path(str(files("kvferry.kernels.triton").joinpath("tuned", f"{architecture}.json")))
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return place
+
+
+def measure() -> list[Row]:
+    """Every row, printed as it comes."""
+    from benchmarks.gpu.attention import measured
+    from benchmarks.gpu.timing import Timer, roofs
+
+    timer = Timer()
+    found = roofs(timer)
+    print(
+        f"copy {found.copy_rate / 1e9:.0f} GB/s, bfloat16 product "
+        f"{found.matrix_rate / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    rows = []
+    for row in measured(timer, found):
+        rows.append(row)
+        print(f"  {row.what}: {row.took_s * 1e6:.0f} µs, {row.share:.2f} of the roof", flush=True)
+    return rows
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    parser.add_argument("--tune", action="store_true", help="look for the best tiles first")
+    parser.add_argument("--skip-tests", action="store_true", help="measure only")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing was checked", file=sys.stderr)
+        return 2
+    begun = time.monotonic()
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
+    code = 0 if options.skip_tests else run_tests()
+    if options.tune:
+        print(f"tiles are in {tune()}", flush=True)
+    rows = measure()
+    print(table(rows))
+    print(f"{time.monotonic() - begun:.0f} s")
+    if options.json is not None:
+        shown = [{**asdict(row), "share": row.share} for row in rows]
+        options.json.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

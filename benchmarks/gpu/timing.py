@@ -1,0 +1,66 @@
+"""Times calls on a GPU with its own events, its caches cold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.work import middle
+
+_COPY_BYTES = 1 << 30
+_MATRIX_SIZE = 8192
+_CACHE_BYTES = 256 << 20  # more than any L2
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """What the device does at best, measured here.
+
+    Attributes:
+        copy_rate: bytes per second, read and written, of a copy of a GiB.
+        matrix_rate: operations per second of a product of bfloat16 matrices of 8192.
+    """
+
+    copy_rate: float
+    matrix_rate: float
+
+
+class Timer:
+    """Medians of repeated calls. The caches are emptied before each."""
+
+    def __init__(self, repeats: int = 20) -> None:
+        self._repeats = repeats
+        self._flush = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        """Seconds of one call."""
+        for _ in range(3):
+            call()
+        begun = [torch.cuda.Event(enable_timing=True) for _ in range(self._repeats)]
+        ended = [torch.cuda.Event(enable_timing=True) for _ in range(self._repeats)]
+        for before, after in zip(begun, ended, strict=True):
+            self._flush.zero_()
+            before.record()
+            call()
+            after.record()
+        torch.cuda.synchronize()
+        pairs = zip(begun, ended, strict=True)
+        return middle([before.elapsed_time(after) / 1000 for before, after in pairs])
+
+
+def roofs(timer: Timer) -> Roofs:
+    """Measured now."""
+    copy_s = _copy_s(timer)
+    size = _MATRIX_SIZE
+    left = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    right = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    product_s = timer(lambda: left @ right)
+    return Roofs(2 * _COPY_BYTES / copy_s, 2 * size**3 / product_s)
+
+
+def _copy_s(timer: Timer) -> float:
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return timer(lambda: target.copy_(source))
