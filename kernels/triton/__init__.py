@@ -2,8 +2,8 @@
 
 The same functions as ``kvferry.kernels.reference``, which says what each does. They launch and
 return: nothing here waits for the device, so that a step can be captured in a graph, and a block
-id, a slot or a length that is wrong is not noticed. They raise InvalidKernelArgument for what can be
-seen without looking into tensors, before anything is launched.
+id, a slot or a length that is wrong is not noticed. They raise InvalidKernelArgument for what can
+be seen without looking into tensors, before anything is launched.
 
 Importing this package needs triton, which torch's builds for GPUs bring along.
 """

@@ -2,7 +2,8 @@
 
 A variant is a kernel with its types, constants and launch options, made by the same rules that the
 launches follow. Strides and sizes that real models make multiples of 16 are said to be such, as
-they are found to be at a launch; without that, loads stay narrow. Knows no device and compiles nothing.
+they are found to be at a launch; without that, loads stay narrow. Knows no device, and compiles
+nothing.
 """
 
 from __future__ import annotations
