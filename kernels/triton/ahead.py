@@ -69,7 +69,11 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         constexprs=dict(variant.constants),
         attrs={(places[name],): [["tt.divisibility", 16]] for name in sorted(variant.wide)},
     )
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "enable_fp_fusion": True,
+    }
     built = triton.compile(source, target=gpu, options=options)
     shared = int(built.metadata.shared)
     if gpu.backend == "hip":

@@ -13,7 +13,7 @@ import torch
 from kvferry.kernels.triton.arguments import activation, integers, pool_layer, refuse
 from kvferry.kernels.triton.attention_kernels import attend, reduce_splits
 from kvferry.kernels.triton.device import device_facts
-from kvferry.kernels.triton.interpreter import COMPUTES_IN_FLOAT32
+from kvferry.kernels.triton.interpreter import INTERPRETED
 from kvferry.kernels.triton.languages import TRITON_DTYPES
 from kvferry.kernels.triton.tuning import (
     DECODE,
@@ -125,7 +125,7 @@ def paged_attention(
     num_parts = splits or chosen.splits
     padded = max(16, power_of_two(head_dim))
     partial, tops, sums = _workspace(q, num_parts)
-    compute = torch.float32 if COMPUTES_IN_FLOAT32 else q.dtype
+    compute = torch.float32 if INTERPRETED else q.dtype
     attend[(chosen.num_tiles, num_kv_heads, num_parts)](
         out,
         partial,

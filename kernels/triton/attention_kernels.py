@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvferry.kernels.triton.numerics import PLAIN, widened
+from kvferry.kernels.triton.numerics import PLAIN, narrowed, widened
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -168,7 +168,7 @@ def attend(
         result = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         tl.store(
             out + rows_out[:, None] * HEAD_DIM + dims[None, :],
-            result.to(out.dtype.element_ty),
+            narrowed(result, out.dtype.element_ty),
             mask=out_ok,
         )
     else:
@@ -207,4 +207,4 @@ def reduce_splits(
     # A split without keys holds zeros, and has no share.
     total = tl.sum(sums * shares[:, None], 0)
     result = total / tl.where(weight == 0.0, 1.0, weight)
-    tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dim_ok)
+    tl.store(out + row * HEAD_DIM + dims, narrowed(result, out.dtype.element_ty), mask=dim_ok)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvferry.kernels.triton.numerics import PLAIN, quantised
+from kvferry.kernels.triton.numerics import PLAIN, narrowed, quantised
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _store_row(
     offset = slot % block_size
     place = pool + block * block_stride + offset * HEAD_DIM + lanes
     if FORMAT == PLAIN:
-        tl.store(place, row.to(pool.dtype.element_ty), mask=inside)
+        tl.store(place, narrowed(row, pool.dtype.element_ty), mask=inside)
     else:
         stored, scale = quantised(row, FORMAT)
         tl.store(place, stored, mask=inside)
@@ -91,10 +91,10 @@ def rope_and_store(
                 row * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
                 + tl.where(lanes < HALF, -other, other) * turned_by
             )
-    row = row.to(qk.dtype.element_ty).to(tl.float32)
+    row = narrowed(row, qk.dtype.element_ty).to(tl.float32)
     if head < num_heads:
         result = out + (token * num_heads + head) * HEAD_DIM + lanes
-        tl.store(result, row.to(out.dtype.element_ty), mask=inside)
+        tl.store(result, narrowed(row, out.dtype.element_ty), mask=inside)
     elif STORES:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:

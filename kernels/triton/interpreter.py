@@ -7,5 +7,6 @@ from __future__ import annotations
 
 import triton
 
-COMPUTES_IN_FLOAT32 = bool(triton.knobs.runtime.interpret)
-"""Its matrix products of bfloat16 are wrong, so tiles are widened before them."""
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Its matrix products of bfloat16 are wrong, so tiles are widened before them; and it cuts float32
+off to bfloat16, so numbers are rounded before that."""

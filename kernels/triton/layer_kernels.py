@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvferry.kernels.triton.numerics import narrowed
 
 
 @triton.jit
@@ -34,12 +35,12 @@ def rms_norm_rows(
     if ADD:
         place = residual + row * SIZE + lanes
         held = tl.load(place, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
-        values = held.to(residual.dtype.element_ty)
+        values = narrowed(held, residual.dtype.element_ty)
         tl.store(place, values, mask=inside)
     wide = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     scaled = wide * factor * tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + lanes, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * SIZE + lanes, narrowed(scaled, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -52,4 +53,4 @@ def silu_mul_rows(out, gate_up, row_stride, SIZE: tl.constexpr, LANES: tl.conste
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
     result = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * SIZE + lanes, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * SIZE + lanes, narrowed(result, out.dtype.element_ty), mask=inside)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvferry.kernels.triton.interpreter import INTERPRETED
+
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 PLAIN: tl.constexpr = tl.constexpr(0)
 """A pool of floats, converted on the way."""
@@ -27,6 +30,16 @@ _MANTISSA_BITS: tl.constexpr = tl.constexpr(3)
 def nearest(x):
     """The nearest whole number, ties to even; for magnitudes below 2^22."""
     return (x + _MAGIC) - _MAGIC
+
+
+@triton.jit
+def narrowed(x, DTYPE: tl.constexpr):
+    """float32 in ``DTYPE``, to the nearest, ties to even: the interpreter would cut it off."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(tl.abs(x) < float("inf"), rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
 
 
 @triton.jit

@@ -10,4 +10,11 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import Phase, settings
+
+# Shrinking would take minutes of interpreted kernels; the cases are small as they are.
+settings.register_profile("interpreted", settings(), phases=(Phase.explicit, Phase.generate))
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    settings.load_profile("interpreted")
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
