@@ -11,6 +11,7 @@
 # make parity   every kind of model beside transformers; print the table of docs/models.md
 # make peers  KVFerry and vLLM on the CPU, one after the other, under one load (docs/benchmarks.md)
 # make ext    compile the kernels again, in place
+# make triton   compile the GPU kernels for every architecture, print what they take (docs/triton.md)
 # make sanitize   run every kernel under AddressSanitizer and UndefinedBehaviorSanitizer
 # make neon   compile the kernels for aarch64 and run them under qemu
 # make format | proto | clean | distclean
@@ -32,7 +33,7 @@ INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 INSTALLED_PEERS := $(PEERS_VENV)/.stamp-installed
 
-.PHONY: help demo test chaos false-deaths loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
+.PHONY: help demo test chaos false-deaths loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext triton sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,6 +61,9 @@ experiments: $(INSTALLED)
 		$(BIN)/kvferry loadgen sweep --recipe $$recipe --out build/experiments/$$recipe.json \
 			--html docs/experiments/$$recipe.html $(ARGS) || exit; \
 	done
+
+triton: $(INSTALLED_DEV)
+	@$(BIN)/python -m kvferry.kernels.triton.ahead --all $(ARGS)
 
 loadgen-accuracy: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.loadgen.accuracy $(ARGS)

@@ -38,8 +38,8 @@ class Timer:
         """Seconds of one call."""
         for _ in range(3):
             call()
-        begun = [torch.cuda.Event(enable_timing=True) for _ in range(self._repeats)]
-        ended = [torch.cuda.Event(enable_timing=True) for _ in range(self._repeats)]
+        begun = [self._event() for _ in range(self._repeats)]
+        ended = [self._event() for _ in range(self._repeats)]
         for before, after in zip(begun, ended, strict=True):
             self._flush.zero_()
             before.record()
@@ -48,6 +48,9 @@ class Timer:
         torch.cuda.synchronize()
         pairs = zip(begun, ended, strict=True)
         return middle([before.elapsed_time(after) / 1000 for before, after in pairs])
+
+    def _event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def roofs(timer: Timer) -> Roofs:

@@ -102,9 +102,9 @@ def _attend(
             kv_len - query_len
         )
         scores.masked_fill_(~(visible if mask is None else mask), -torch.inf)
-        attended = scores.softmax(-1) @ v
-        return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
-    attended = F.scaled_dot_product_attention(
-        grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=softmax_scale
-    )
+        attended: torch.Tensor = scores.softmax(-1) @ v
+    else:
+        attended = F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=mask, is_causal=is_causal, scale=softmax_scale
+        )
     return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)

@@ -31,7 +31,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
 @cache
 def _of_gpu(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
+    if getattr(torch.version, "hip", None):
         architecture = properties.gcnArchName.partition(":")[0]
     else:
         architecture = f"sm_{properties.major}{properties.minor}"

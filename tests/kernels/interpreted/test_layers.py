@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import triton as kernels
-from kvferry.kernels.triton.numerics import float_to_fp8, fp8_to_float
 from tests.kernels.interpreted.batches import TOLERANCE
+from tests.kernels.interpreted.float8_kernels import decode, encode
 
 DTYPES = st.sampled_from(list(TOLERANCE))
 SIZES = st.sampled_from([1, 3, 16, 100, 576])
@@ -69,23 +67,11 @@ def test_silu_mul(dtype: torch.dtype, size: int, rows: int, seed: int) -> None:
     assert float(error.max()) <= TOLERANCE[dtype]
 
 
-@triton.jit
-def _decode(out, stored, SIZE: tl.constexpr):
-    lanes = tl.arange(0, SIZE)
-    tl.store(out + lanes, fp8_to_float(tl.load(stored + lanes)))
-
-
-@triton.jit
-def _encode(out, numbers, SIZE: tl.constexpr):
-    lanes = tl.arange(0, SIZE)
-    tl.store(out + lanes, float_to_fp8(tl.load(numbers + lanes)))
-
-
 def test_every_float8_is_read_as_what_it_is() -> None:
     stored = torch.arange(256, dtype=torch.uint8)
     wanted = stored.view(torch.float8_e4m3fn).float()
     out = torch.empty(256)
-    _decode[(1,)](out, stored.view(torch.int8), SIZE=256)
+    decode[(1,)](out, stored.view(torch.int8), SIZE=256)
     known = ~wanted.isnan()
     assert int(known.sum()) == 254
     assert torch.equal(out[known], wanted[known])
@@ -96,7 +82,7 @@ def test_every_float8_is_read_as_what_it_is() -> None:
 def test_float8_is_rounded_as_torch_rounds_it(seed: int, size: float) -> None:
     numbers = ((drawn(seed, 1024, dtype=torch.float32)) * size).clamp(-448, 448)
     out = torch.empty(1024, dtype=torch.int8)
-    _encode[(1,)](out, numbers, SIZE=1024)
+    encode[(1,)](out, numbers, SIZE=1024)
     assert torch.equal(out, numbers.to(torch.float8_e4m3fn).view(torch.int8))
 
 
@@ -106,7 +92,7 @@ def test_halfway_between_two_float8_the_even_one_is_taken() -> None:
     halfway[:126] = (finite[1:] + finite[:-1]) / 2
     halfway[128:254] = -halfway[:126]
     out = torch.empty(256, dtype=torch.int8)
-    _encode[(1,)](out, halfway, SIZE=256)
+    encode[(1,)](out, halfway, SIZE=256)
     wanted = halfway.to(torch.float8_e4m3fn).view(torch.int8)
     assert torch.equal(out[:126], wanted[:126]) and torch.equal(out[128:254], wanted[128:254])
 
