@@ -31,7 +31,8 @@ def device_facts(device: torch.device) -> DeviceFacts:
 @cache
 def _of_gpu(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
-    if getattr(torch.version, "hip", None):
+    is_amd = bool(getattr(torch.version, "hip", None))
+    if is_amd:
         architecture = properties.gcnArchName.partition(":")[0]
     else:
         architecture = f"sm_{properties.major}{properties.minor}"
