@@ -31,9 +31,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
 @cache
 def _of_gpu(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
-    is_amd = bool(getattr(torch.version, "hip", None))
-    if is_amd:
-        architecture = properties.gcnArchName.partition(":")[0]
-    else:
+    architecture = str(getattr(properties, "gcnArchName", "")).partition(":")[0]
+    if not architecture.startswith("gfx"):  # NVIDIA's
         architecture = f"sm_{properties.major}{properties.minor}"
     return DeviceFacts(architecture, properties.multi_processor_count)
