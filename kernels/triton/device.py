@@ -22,10 +22,10 @@ class DeviceFacts:
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Those of the device of a tensor."""
+    """Those of the device of a tensor, which has an index."""
     if device.type != "cuda":
         return DeviceFacts(None, _NO_DEVICE_PROCESSORS)
-    return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return _of_gpu(device.index)
 
 
 @cache
