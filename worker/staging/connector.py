@@ -222,9 +222,7 @@ class StagingConnector:
         self._free(staged)
         queued = staged.queued
         self._ended(queued.read_id)
-        return replace(
-            staged.result, read_id=queued.read_id, index=queued.index, move=queued.move
-        )
+        return replace(staged.result, read_id=queued.read_id, index=queued.index, move=queued.move)
 
     def _failed(self, queued: _Queued) -> BlockResult:
         self._ended(queued.read_id)
