@@ -21,7 +21,7 @@ from kvferry.cluster.deaths import Death
 from kvferry.cluster.devices import on_devices
 from kvferry.cluster.errors import NotReady
 from kvferry.cluster.ports import check_port
-from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_actor
+from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, num_gpus, remote_actor
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
@@ -100,7 +100,7 @@ class Cluster:
 
     def _start(self, progress: Say) -> None:
         self.ray_address = ray.get_runtime_context().gcs_address
-        placed = on_devices(self._config, ray.cluster_resources().get("GPU", 0.0))
+        placed = on_devices(self._config, num_gpus())
         self._config = placed.config
         for line in placed.lines:
             progress(line)

@@ -50,6 +50,12 @@ def remote_actor(cls: type, threads: int, config: Config, gpus: float = 0.0) -> 
     )
 
 
+def num_gpus() -> float:
+    """GPUs of the Ray cluster, on all its hosts."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
+
+
 def node_id(_actor: object) -> str:
     """Ray's id of the node that an actor was placed on; runs in the actor's process."""
     found: str = ray.get_runtime_context().get_node_id()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class CudaStream:
 
     def record(self) -> Event:
         """An event behind all that is queued now."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.inner)
         return event
 
@@ -72,7 +73,7 @@ class CudaDevice:
 
     def stream(self) -> CudaStream:
         """A new stream."""
-        return CudaStream(torch.cuda.Stream(self.torch_device))
+        return CudaStream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """Memory of the device, zeroed."""
@@ -82,7 +83,7 @@ class CudaDevice:
 
     def pin(self, host: NDArray[np.uint8]) -> torch.Tensor:
         """Page-lock memory that others have allocated. Raises PinningFailed."""
-        error = torch.cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
+        error = _runtime().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
         if int(error) != 0:
             raise PinningFailed(
                 f"cannot page-lock {host.nbytes} bytes of host memory (CUDA error {int(error)}): "
@@ -92,7 +93,7 @@ class CudaDevice:
 
     def unpin(self, host: NDArray[np.uint8]) -> None:
         """Let go of it."""
-        torch.cuda.cudart().cudaHostUnregister(host.ctypes.data)
+        _runtime().cudaHostUnregister(host.ctypes.data)
 
     def memory(self) -> tuple[int, int]:
         """Bytes that are free, and bytes that there are."""
@@ -112,3 +113,7 @@ class CudaDevice:
         ):
             work()
         return CudaGraph(graph)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -137,7 +137,7 @@ def test_an_ended_job_takes_back_what_was_offered_and_never_announced() -> None:
     bench, publisher = slow_bench()
     bench.ask(length=10)
     bench.step()
-    assert bench.check()[BlockClass.REFERENCED] == 3
+    assert bench.check()[BlockClass.REFERENCED] == 2
     assert len(publisher.offered) == 2
     bench.made.sent()
     bench.router.send(m.CancelLeg(R, ATTEMPT, Leg.PREFILL))

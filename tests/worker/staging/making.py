@@ -48,11 +48,11 @@ class Staged:
     def read_slot(self, ref: BlockRef) -> bytes:
         """What a peer finds under a name; it must still be of that life."""
         assert int(self.memory.generations[ref.block_id]) == ref.generation
-        return self.memory.blocks[ref.block_id].tobytes()
+        return bytes(self.memory.blocks[ref.block_id])
 
     def block(self, block_id: int) -> bytes:
         """A block's bytes on the device."""
-        return self.pool.memory[block_id].numpy().tobytes()
+        return bytes(self.pool.memory[block_id].numpy())
 
 
 def make_staged(
