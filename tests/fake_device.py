@@ -132,7 +132,7 @@ class FakeDevice:
 
     architecture = "fake"
 
-    def __init__(self, seed: int | None = None, free: int = 1 << 30, total: int = 1 << 30) -> None:
+    def __init__(self, seed: int | None = None, free: int = 4 << 30, total: int = 4 << 30) -> None:
         self.torch_device = torch.device("cpu")
         self.streams: list[FakeStream] = []
         self.graphs: list[FakeGraph] = []

@@ -158,8 +158,10 @@ def test_after_cancel_no_byte_arrives_and_the_slots_are_free(polls: int, steps: 
     bench.connector.cancel(read_id)
     assert bench.slots_free() == 2 and not inward.queue
     bench.own.pool.memory.fill_(0x5A)  # the targets have another owner now
+    bench.own.memory.blocks[2:] = 0x77  # and the slots no block
     assert bench.collect() == []
     assert (bench.own.pool.memory == 0x5A).all()
+    assert (bench.own.memory.blocks[2:] == 0x77).all()
     assert bench.start((7, 7)) != read_id
     assert [r.status for r in bench.collect()] == [ReadStatus.OK]
 
