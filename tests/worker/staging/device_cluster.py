@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvferry.engine.batch import SchedulerOutput
+from kvferry.engine.device.protocol import Device
 from kvferry.engine.engine import Engine
 from kvferry.engine.models.loading import kv_layout
 from kvferry.kv_cache.block_pool import BlockPool, BlockState
@@ -41,7 +42,7 @@ class DeviceCluster(RealCluster):
         assert self.model is not None
         block_size = self.block_size_of(ref)
         layout = kv_layout(self.model.config, block_size, self.kv_dtype)
-        device = self.devices[ref] = FakeDevice(self.seed + ref.epoch)
+        device = self.make_device(ref)
         options = TransferOptions(
             self.connector,
             max_in_flight_blocks=self.blocks_per_poll,
@@ -53,13 +54,19 @@ class DeviceCluster(RealCluster):
         )
         made.runner.capture_graphs()
         pool = BlockPool(num_blocks, made.pool.raise_generation, self.index(), self.clock)
-        device.on_copy = _held_to_words(made, pool)
+        if ref in self.devices:
+            self.devices[ref].on_copy = _held_to_words(made, pool)
         runner = WatchedRunner(made.runner, before_step=_step_held_to_words(made, pool))
         engine = Engine(
             self.scheduler, runner, pool, block_size, "golden", self.clock, self.match_unit
         )
         worker = Worker(ref, engine, made.connector, self.times, publisher=made.publisher)
         return SimWorker(worker, runner, made.connector)
+
+    def make_device(self, ref: NodeRef) -> Device:
+        """What the worker computes on."""
+        self.devices[ref] = FakeDevice(self.seed + ref.epoch)
+        return self.devices[ref]
 
     def kill(self, sim: SimWorker) -> None:
         """kill -9: its sockets are gone, and what its device had queued is never done."""
