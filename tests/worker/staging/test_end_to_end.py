@@ -4,15 +4,17 @@ when; and with a cancel, a death or a fault in the middle nothing is lost and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import pytest
 
+from kvferry.cluster.policy import LeastLoaded, Placement, WorkerView
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.request import RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.connector import ReadStatus
+from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
 from tests.engine.generation import prompt, small_model
 from tests.golden.cluster import RealCluster, greedy
@@ -29,6 +31,26 @@ PROMPTS = [
     prompt(5, 1),
     prompt(6, 90),
 ]
+
+
+class Crossed(LeastLoaded):
+    """What one of two workers decodes the other has computed; by turns."""
+
+    turn = 0
+
+    def place(self, num_tokens: int, workers: Sequence[WorkerView]) -> Placement | None:
+        """Whoever's turn it is decodes."""
+        decode, prefill = (workers[(self.turn + i) % 2] for i in range(2))
+        if prefill.ref not in decode.connected_to:
+            return None
+        self.turn += 1
+        return Placement(decode.ref, prefill.ref, "crossed")
+
+    def choose_prefill(
+        self, num_tokens: int, decode: NodeRef, workers: Sequence[WorkerView], windowed: bool
+    ) -> NodeRef | None:
+        """The other one."""
+        return next(worker.ref for worker in workers if worker.ref != decode)
 
 
 @cache
@@ -136,13 +158,18 @@ def test_one_side_may_be_on_the_cpu(
 def test_two_workers_that_read_from_each_other_do_not_wait_for_one_another(
     clusters: list[DeviceCluster],
 ) -> None:
-    """Each is source and reader, with one slot for either."""
+    """Each is source and reader at once, with one slot for either."""
     cluster = start(
         clusters, num_prefill=0, num_decode=0, num_colocated=2, staging_blocks=1, seed=5
     )
+    assert cluster.router is not None
+    crossed = Crossed(prefill_window=1000)
+    cluster.router.policy = cluster.router._line._policy = crossed
     for spec in specs():
         cluster.submit(spec)
     assert_right(cluster)
+    moved = [sim.decode.puller.blocks_moved for sim in cluster.workers if sim.decode is not None]
+    assert len(moved) == 2 and all(moved)
 
 
 @pytest.mark.parametrize("ticks", [2, 4, 6, 9, 13])
