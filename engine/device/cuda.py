@@ -96,7 +96,8 @@ class CudaDevice:
         _runtime().cudaHostUnregister(host.ctypes.data)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free, and bytes that there are."""
+        """Bytes that are free, also for torch, which keeps some for later; and bytes in all."""
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)
 
     def capture(self, stream: Stream, work: Callable[[], object]) -> Graph:

@@ -166,6 +166,19 @@ def test_after_cancel_no_byte_arrives_and_the_slots_are_free(polls: int, steps: 
     assert [r.status for r in bench.collect()] == [ReadStatus.OK]
 
 
+def test_after_cancel_the_inner_connector_reads_nothing_into_the_slots_that_came_back() -> None:
+    bench = Bench(num_slots=4, blocks_per_poll=0)
+    read_id = bench.start(*((b, b) for b in range(5)))
+    bench.poll()
+    assert bench.slots_free() == 2, "two are being read"
+    bench.connector.cancel(read_id)
+    assert bench.slots_free() == 4
+    bench.own.memory.blocks[4:] = 0x77
+    bench.own.inner._blocks_per_poll = 8
+    assert bench.collect(3) == []
+    assert (bench.own.memory.blocks[4:] == 0x77).all()
+
+
 def test_cancelling_one_read_leaves_the_others() -> None:
     bench = Bench(num_slots=2)
     first, second = bench.start((0, 0), (1, 1)), bench.start((2, 2), (3, 3))
@@ -223,7 +236,7 @@ class ReadMachine(RuleBasedStateMachine):
 
     own: Staged
 
-    @initialize(num_slots=st.integers(1, 3), per_poll=st.integers(1, 3))
+    @initialize(num_slots=st.integers(1, 3), per_poll=st.integers(0, 3))
     def begin(self, num_slots: int, per_poll: int) -> None:
         fabric = LocalFabric()
         self.sources = [make_source(fabric, name) for name in ("a", "b")]
@@ -272,6 +285,10 @@ class ReadMachine(RuleBasedStateMachine):
         self.held[target] = self.own.block(target)
         self.free.add(target)
 
+    @rule(per_poll=st.integers(0, 3))
+    def pace(self, per_poll: int) -> None:
+        self.own.inner._blocks_per_poll = per_poll
+
     @precondition(lambda self: bool(self.running))
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -303,6 +320,7 @@ class ReadMachine(RuleBasedStateMachine):
         """Every read ends, and every slot comes back."""
         if not hasattr(self, "free"):
             return
+        self.own.inner._blocks_per_poll = 2
         for _ in range(200):
             self.poll()
             self.own.device.run_all()
