@@ -76,5 +76,7 @@ class DirectPublisher:
         return 0
 
     def withdraw(self, block_ids: Sequence[int]) -> None:
-        """Tell the connector, which may have to stop sending them."""
-        self._connector.withdraw(block_ids)
+        """Tell the connector of those that nobody else reads: it may have to stop sending them."""
+        last = [b for b in block_ids if self._pool.blocks[b].num_pins == 1]
+        if last:
+            self._connector.withdraw(last)
