@@ -43,9 +43,6 @@ _LATER_KEYS = {
     "server": ("tls", "auth"),
 }
 _LATER_VALUES = {
-    "prefill.device": ("cuda",),
-    "decode.device": ("cuda",),
-    "colocated.device": ("cuda",),
     "transfer.connector": ("nixl",),
     "router.policy": ("round_robin", "random", "prefix_affinity", "cost"),
 }

@@ -101,7 +101,7 @@ class ModelConfig(_Section):
     """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``;
     ``revision`` is a branch, tag or commit of a name ``ORG/NAME`` of the Hugging Face Hub.
 
-    ``dtype`` auto is float32 on CPU; int8 is of matrices, activations are float32.
+    ``dtype`` auto: float32 on CPU, bfloat16 on GPUs; int8 is of matrices, activations are float32.
     ``max_model_len`` in tokens; None: what the model states.
     """
 
@@ -160,12 +160,13 @@ class SchedulerConfig(_Section):
 
 class RoleConfig(_Section):
     """The workers of one role. None: ``replicas`` see ``Config.replicas``; ``threads`` a share of
-    the cores; ``block_size`` and ``num_blocks`` as in ``cache``.
+    the cores; ``block_size`` and ``num_blocks`` as in ``cache``. ``gpus``: of a GPU, each worker.
     """
 
     replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
     block_size: RoleBlockSize = None
     num_blocks: Count | None = None
 
@@ -190,8 +191,8 @@ class TransferConfig(_Section):
     """How blocks move and how workers and router say what they still want.
 
     ``stall_limit`` bounds a lease whose reader makes no progress, and a worker's step;
-    ``read_timeout`` a read that gives no block; ``max_in_flight_blocks`` is per
-    peer; ``checksum`` auto verifies every block.
+    ``read_timeout`` a read that gives no block; ``max_in_flight_blocks`` is per peer, and
+    ``staging_blocks`` of each GPU worker and direction; ``checksum`` auto verifies every block.
     """
 
     connector: Literal["auto", "shm", "tcp"] = "auto"
@@ -201,6 +202,7 @@ class TransferConfig(_Section):
     read_timeout: Annotated[Duration, Field(ge=0.1, le=3600)] = 10.0
     heartbeat: Annotated[Duration, Field(ge=0.01, le=60)] = 0.5
     max_in_flight_blocks: Count = 64
+    staging_blocks: Count = 128
     faults: FaultsConfig = FaultsConfig()
 
 
@@ -258,12 +260,12 @@ class LoggingConfig(_Section):
 class DebugConfig(_Section):
     """Checks that cost time, and what computes.
 
-    ``kernels`` auto takes the compiled ones where they were built; ``isa`` auto the widest
-    instruction set that the processor has.
+    ``kernels`` auto takes the compiled ones where they were built, and triton on a GPU; ``isa``
+    auto the widest instruction set that the processor has.
     """
 
     audit_every_step: bool = False
-    kernels: Literal["auto", "reference", "cpu"] = "auto"
+    kernels: Literal["auto", "reference", "cpu", "triton"] = "auto"
     isa: Literal[
         "auto", "amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "baseline", "neon"
     ] = "auto"
@@ -377,9 +379,9 @@ class Config(_Section):
                 f"server.http: got {self.server.http}, which is server.grpc's: give another",
             ),
             (
-                self.debug.kernels != "reference" or self.debug.isa == "auto",
-                f"debug.isa: got {self.debug.isa}, but debug.kernels is reference: only the "
-                "compiled kernels, cpu, have instruction sets",
+                self.debug.kernels in ("auto", "cpu") or self.debug.isa == "auto",
+                f"debug.isa: got {self.debug.isa}, but debug.kernels is {self.debug.kernels}: only "
+                "the compiled kernels, cpu, have instruction sets",
             ),
             (
                 not uneven,

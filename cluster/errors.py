@@ -26,8 +26,11 @@ here::
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
     ├── BadLoad                         cluster.loadgen.errors
+    ├── DeviceUnavailable               engine.device.choice
+    ├── PinningFailed                   engine.device.cuda
     ├── KernelsUnavailable              engine.kernel_choice
     ├── HostTierTooSmall                worker.build
+    ├── HostTierUnsupported             worker.build
     ├── HostMemoryUnavailable           worker.host_memory
     ├── DiskUnavailable                 worker.disk_folder
     └── ModelError                      engine.models.errors

@@ -18,15 +18,17 @@ from kvferry.cluster.block_sizes import choose_block_sizes
 from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
 from kvferry.cluster.deaths import Death
+from kvferry.cluster.devices import on_devices
 from kvferry.cluster.errors import NotReady
 from kvferry.cluster.ports import check_port
-from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_actor
+from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, num_gpus, remote_actor
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
 from kvferry.cluster.settings import kv_dtype, log_settings, router_settings, worker_settings
 from kvferry.cluster.supervision import RunningRouter, RunningWorker, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
+from kvferry.engine.device.choice import CUDA
 from kvferry.prefill_worker.actor import PrefillWorker
 from kvferry.worker.actor import WorkerActor
 from kvferry.worker.build import WorkerSettings
@@ -98,6 +100,10 @@ class Cluster:
 
     def _start(self, progress: Say) -> None:
         self.ray_address = ray.get_runtime_context().gcs_address
+        placed = on_devices(self._config, num_gpus())
+        self._config = placed.config
+        for line in placed.lines:
+            progress(line)
         sizes = choose_block_sizes(self._config, self._model_folder, kv_dtype(self._config))
         for line in sizes.lines:
             progress(line)
@@ -148,7 +154,9 @@ class Cluster:
 
     def _start_worker(self, setting: WorkerSettings) -> tuple[Any, Any]:
         role, _ = self._settings[setting.ref.node_id]
-        actor = remote_actor(ROLES[role], setting.threads, self._config).remote(setting, self._logs)
+        gpus = setting.gpus if setting.device == CUDA else 0.0
+        made = remote_actor(ROLES[role], setting.threads, self._config, gpus)
+        actor = made.remote(setting, self._logs)
         return actor, actor.start.remote(actor.__ray_call__.remote(node_id))
 
     def _restart_worker(self, name: str) -> tuple[Any, Any]:

@@ -31,8 +31,11 @@ def next_epoch() -> int:
     return epoch
 
 
-def remote_actor(cls: type, threads: int, config: Config) -> Any:
-    """``cls`` as a Ray actor with its share of the cores; OpenMP must know it before it loads."""
+def remote_actor(cls: type, threads: int, config: Config, gpus: float = 0.0) -> Any:
+    """``cls`` as a Ray actor with its share of the cores; OpenMP must know it before it loads.
+
+    With ``gpus`` of a GPU Ray finds it one, and shows its process no other.
+    """
     env = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -40,10 +43,17 @@ def remote_actor(cls: type, threads: int, config: Config) -> Any:
     }
     return ray.remote(cls).options(
         num_cpus=threads if config.ray.address else 0,
+        num_gpus=gpus,
         max_concurrency=4,
         max_restarts=0,
         runtime_env={"env_vars": env},
     )
+
+
+def num_gpus() -> float:
+    """GPUs of the Ray cluster, on all its hosts."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
 
 
 def node_id(_actor: object) -> str:

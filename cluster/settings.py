@@ -21,7 +21,7 @@ from kvferry.worker.worker import WorkerTimes
 
 
 def model_dtype(config: Config) -> ModelDtype:
-    """Element type of the weights; on a CPU float32 unless another is asked for."""
+    """Element type of the weights; float32 where ``cluster.devices`` has not settled another."""
     return "float32" if config.model.dtype == "auto" else config.model.dtype
 
 
@@ -75,6 +75,10 @@ def worker_settings(
                 num_blocks=section.num_blocks or config.cache.num_blocks,
                 pool_bytes=None if section.num_blocks else config.cache.memory,
                 memory_share=1.0 / total,
+                role=role,
+                device=section.device,
+                gpus=section.gpus,
+                staging_blocks=config.transfer.staging_blocks,
                 threads=section.threads or share,
                 kernels=config.debug.kernels,
                 isa=config.debug.isa,

@@ -14,7 +14,8 @@ from kvferry.kernels import reference
 from kvferry.kv_cache.errors import KVFerryError
 
 AUTO = "auto"
-REFERENCE, CPU = "reference", "cpu"
+REFERENCE, CPU, TRITON = "reference", "cpu", "triton"
+TRITON_FAMILY = "kvferry.kernels.triton"
 
 
 class KernelsUnavailable(KVFerryError):
@@ -43,7 +44,7 @@ def check_pool_dtype(chosen: ChosenKernels, kv_dtype: str) -> None:
 
 
 def choose_kernels(wanted: str = AUTO, isa: str = AUTO) -> ChosenKernels:
-    """The family of kernels for this process, its instruction set in force.
+    """The family of kernels for this process, computing on the CPU, its instruction set in force.
 
     Args:
         wanted: ``reference``, ``cpu``, or ``auto``: the compiled ones where they can be loaded.
@@ -53,6 +54,11 @@ def choose_kernels(wanted: str = AUTO, isa: str = AUTO) -> ChosenKernels:
     """
     if wanted == REFERENCE:
         return ChosenKernels(reference, REFERENCE)
+    if wanted == TRITON:
+        raise KernelsUnavailable(
+            "kernels triton compute on a GPU, and this worker computes on the CPU: set its device "
+            "to cuda, or debug.kernels to auto"
+        )
     try:
         cpu = import_module("kvferry.kernels.cpu")
     except ImportError as error:
@@ -65,3 +71,29 @@ def choose_kernels(wanted: str = AUTO, isa: str = AUTO) -> ChosenKernels:
     except ValueError as error:
         raise KernelsUnavailable(f"kernels {wanted}: {error}") from error
     return ChosenKernels(cast(Kernels, cpu), CPU, active)
+
+
+def choose_gpu_kernels(wanted: str, architecture: str) -> ChosenKernels:
+    """The family of kernels for a worker that computes on a GPU.
+
+    Args:
+        wanted: ``reference``, ``triton``, or ``auto``, which is triton.
+        architecture: the GPU's, for reports.
+
+    Raises KernelsUnavailable.
+    """
+    if wanted == REFERENCE:
+        return ChosenKernels(reference, REFERENCE, architecture)
+    if wanted == CPU:
+        raise KernelsUnavailable(
+            "kernels cpu compute on the CPU, and this worker computes on a GPU: set debug.kernels "
+            "to auto, or its device to cpu"
+        )
+    try:
+        triton = import_module(TRITON_FAMILY)
+    except ImportError as error:
+        raise KernelsUnavailable(
+            f"kernels {wanted} on a GPU: {error}. Install triton (it comes with torch for CUDA), "
+            "or set debug.kernels to reference, which is far slower"
+        ) from error
+    return ChosenKernels(cast(Kernels, triton), TRITON, architecture)

@@ -10,25 +10,28 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from kvferry.engine.batch import (
-    BranchToken,
-    PoisonedRows,
-    RunnerOutput,
-    ScheduledSequence,
-    SchedulerOutput,
-    TokenLogprobs,
-)
+from kvferry.engine.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from kvferry.engine.models.llama import AttentionInputs, LlamaModel
 from kvferry.engine.models.loading import TORCH_DTYPES
-from kvferry.engine.sampling.constraints import SamplingRow
-from kvferry.engine.sampling.logprobs import logprobs_of
-from kvferry.engine.sampling.sampler import ROWS_AT_ONCE, InvalidLogits, sample
-from kvferry.engine.table_rows import BlockOutOfRange, TableRows
+from kvferry.engine.sampling.sampler import ROWS_AT_ONCE
+from kvferry.engine.step_inputs import InvalidStep, StepArrays, StepInputs
+from kvferry.engine.step_sampling import sample_hidden
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.layout import DTYPE_BYTES, KVCacheLayout
+
+__all__ = [
+    "POOL_DTYPES",
+    "InvalidStep",
+    "PoolBuffer",
+    "PoolMismatch",
+    "TorchModelRunner",
+    "check_layout",
+    "peak_step_bytes",
+    "pool_bytes",
+    "pool_tensor",
+]
 
 POOL_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 PoolBuffer = memoryview | bytearray | mmap.mmap | torch.Tensor
@@ -36,10 +39,6 @@ PoolBuffer = memoryview | bytearray | mmap.mmap | torch.Tensor
 
 class PoolMismatch(KVFerryError):
     """The pool's memory does not fit its layout, or the layout the model; names both values."""
-
-
-class InvalidStep(KVFerryError):
-    """A step that cannot be computed as scheduled; names the sequence and the limit."""
 
 
 def peak_step_bytes(
@@ -94,17 +93,31 @@ class TorchModelRunner:
         self.num_blocks = num_blocks
         self.pool_bytes = pool_bytes(pool_buffer, layout, num_blocks)
         self.pool = pool_tensor(self.pool_bytes, layout, num_blocks)
-        _check_layout(model, layout)
+        check_layout(model, layout)
         self._max_tokens = max_num_batched_tokens
         self._max_seqs = max_num_seqs
-        max_blocks = layout.num_blocks_for(model.config.max_model_len)
+        self._inputs = StepInputs(
+            max_num_batched_tokens,
+            max_num_seqs,
+            model.config.max_model_len,
+            layout.block_size,
+            num_blocks,
+        )
+        self._ends: list[int] = [0]
         self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self._positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
         self._slots = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
-        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
-        self._table_rows = TableRows(max_num_seqs, max_blocks, num_blocks)
+        self._tables = torch.zeros(max_num_seqs, self._inputs.max_blocks, dtype=torch.int32)
         self._cu_seqlens = torch.zeros(max_num_seqs + 1, dtype=torch.int32)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
+        self._arrays = StepArrays(
+            self._input_ids.numpy(),
+            self._positions.numpy(),
+            self._slots.numpy(),
+            self._cu_seqlens.numpy(),
+            self._seq_lens.numpy(),
+            self._tables.numpy(),
+        )
 
     def profile_peak_bytes(self) -> int:
         """Upper estimate in bytes of what one maximal step takes beside weights and pool."""
@@ -120,7 +133,9 @@ class TorchModelRunner:
         places in the batch of the sequences without a token, after the KV has been written.
         """
         sequences = output.sequences
-        num_tokens = self._fill(sequences)
+        plan = self._inputs.plan(sequences)
+        self._inputs.write(plan, self._arrays)
+        num_tokens, self._ends = plan.num_tokens, plan.ends
         self.model.kernels.copy_blocks(self.pool_bytes, output.copies)
         if not sequences:
             return RunnerOutput(())
@@ -133,55 +148,8 @@ class TorchModelRunner:
         return self._sample(sequences, hidden)
 
     def _sample(self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor) -> RunnerOutput:
-        """Tokens in batch order, and their log-probabilities if anybody wants any.
-
-        Logits are computed for the sampled rows only.
-        """
-        places = [place for place, seq in enumerate(sequences) if seq.sample]
-        tokens: list[int | None] = [None] * len(sequences)
-        if not places:
-            return RunnerOutput(tuple(tokens), (), self._prompt_logprobs(sequences, hidden))
-        last_rows = self._cu_seqlens[1:][places] - 1
-        logits = self.model.logits(hidden.index_select(0, last_rows))
-        rows = [_sampling_row(sequences[place]) for place in places]
-        try:
-            sampled = sample(logits, rows)
-        except PoisonedRows as error:
-            raise type(error)([places[row] for row in error.rows]) from error
-        for place, token in zip(places, sampled, strict=True):
-            tokens[place] = token
-        logprobs = _logprobs(logits, sampled, rows, places, len(sequences))
-        further: list[tuple[BranchToken, ...]] = []
-        if any(len(sequences[place].branches) > 1 for place in places):
-            further = [()] * len(sequences)
-            for row, place in enumerate(places):
-                further[place] = _further(logits[row : row + 1], sequences[place])
-        prompt_logprobs = self._prompt_logprobs(sequences, hidden)
-        return RunnerOutput(tuple(tokens), logprobs, prompt_logprobs, tuple(further))
-
-    def _prompt_logprobs(
-        self, sequences: Sequence[ScheduledSequence], hidden: torch.Tensor
-    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """Those of every sequence's ``prompt_targets``, a few rows at a time.
-
-        Raises InvalidLogits.
-        """
-        if not any(seq.prompt_targets for seq in sequences):
-            return ()
-        found = []
-        begins = self._cu_seqlens.tolist()
-        for place, seq in enumerate(sequences):
-            entries: list[TokenLogprobs] = []
-            for first in range(0, len(seq.prompt_targets), ROWS_AT_ONCE):
-                targets = seq.prompt_targets[first : first + ROWS_AT_ONCE]
-                begin = begins[place] + first
-                logits = self.model.logits(hidden[begin : begin + len(targets)])
-                if not torch.isfinite(logits.amax(-1)).all():
-                    raise InvalidLogits([place])
-                num_top = [seq.sampling.prompt_logprobs or 0] * len(targets)
-                entries += logprobs_of(logits, targets, num_top)
-            found.append(tuple(entries))
-        return tuple(found)
+        """Tokens in batch order. ``hidden``: [num_tokens, hidden_size]"""
+        return sample_hidden(self.model, sequences, hidden, self._ends)
 
     def _attention_inputs(self, num_seqs: int, num_tokens: int) -> AttentionInputs:
         return AttentionInputs(
@@ -190,107 +158,6 @@ class TorchModelRunner:
             cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
             seq_lens=self._seq_lens[:num_seqs],
         )
-
-    def _fill(self, sequences: Sequence[ScheduledSequence]) -> int:
-        """Write the batch into the buffers; the number of its tokens. Raises InvalidStep."""
-        num_seqs = len(sequences)
-        num_tokens = sum(len(seq.token_ids) for seq in sequences)
-        if num_tokens > self._max_tokens or num_seqs > self._max_seqs:
-            raise InvalidStep(
-                f"a step of {num_tokens} tokens in {num_seqs} sequences, wanted at most "
-                f"{self._max_tokens} in {self._max_seqs}: the scheduler's limits must not "
-                "exceed the runner's"
-            )
-        if not sequences:
-            return 0
-        self._table_rows.make_room([seq.block_table for seq in sequences])
-        limit, size = self.model.config.max_model_len, self.layout.block_size
-        token_ids: list[int] = []
-        ends, starts, rows = [0], [], []
-        longest = 0
-        for place, seq in enumerate(sequences):
-            start, count = seq.start, len(seq.token_ids)
-            if not count or start < 0 or start + count > limit:
-                raise InvalidStep(
-                    f"sequence {place} of the batch covers positions {start} to {start + count}, "
-                    f"wanted at least one position, all within 0 to {limit}"
-                )
-            needed = -(-(start + count) // size)
-            try:
-                rows.append(self._table_rows.row(seq.block_table, needed))
-            except BlockOutOfRange as error:
-                raise InvalidStep(
-                    f"sequence {place} of the batch has block table "
-                    f"{list(seq.block_table[:needed])}, wanted {needed} blocks for "
-                    f"{start + count} positions, ids below {self.num_blocks}"
-                ) from error
-            token_ids += seq.token_ids
-            starts.append(start)
-            ends.append(len(token_ids))
-            longest = max(longest, start + count)
-        self._input_ids.numpy()[:num_tokens] = token_ids
-        self._cu_seqlens.numpy()[: num_seqs + 1] = ends
-        width = self.layout.num_blocks_for(longest)
-        self._table_rows.gather(rows, width, self._tables.numpy())
-        self._fill_places(np.array(starts, dtype=np.int64), num_tokens)
-        return num_tokens
-
-    def _fill_places(self, starts: np.ndarray, num_tokens: int) -> None:
-        """Positions, slots and lengths of all tokens at once. ``starts``: [num_seqs]"""
-        num_seqs = len(starts)
-        cu_seqlens = self._cu_seqlens.numpy()[: num_seqs + 1].astype(np.int64)
-        lengths = np.diff(cu_seqlens)
-        self._seq_lens.numpy()[:num_seqs] = starts + lengths
-        places = np.repeat(np.arange(num_seqs), lengths)
-        positions = np.arange(num_tokens) - np.repeat(cu_seqlens[:-1] - starts, lengths)
-        blocks, offsets = np.divmod(positions, self.layout.block_size)
-        self._positions.numpy()[:num_tokens] = positions
-        block_ids = self._tables.numpy()[places, blocks].astype(np.int64)
-        self._slots.numpy()[:num_tokens] = block_ids * self.layout.block_size + offsets
-
-
-def _sampling_row(seq: ScheduledSequence, place: int = 0) -> SamplingRow:
-    return SamplingRow(
-        seq.sampling,
-        seq.branches[place],
-        seq.output_index,
-        seq.known_token_ids,
-        seq.eos_token_ids,
-    )
-
-
-def _logprobs(
-    logits: torch.Tensor,
-    sampled: Sequence[int],
-    rows: Sequence[SamplingRow],
-    places: Sequence[int],
-    num_sequences: int,
-) -> tuple[TokenLogprobs | None, ...]:
-    """Those of the sampled tokens, by place in the batch; empty if nobody wants any."""
-    wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-    if not wanted:
-        return ()
-    logprobs: list[TokenLogprobs | None] = [None] * num_sequences
-    found = logprobs_of(
-        logits[wanted],
-        [sampled[i] for i in wanted],
-        [rows[i].sampling.logprobs or 0 for i in wanted],
-    )
-    for i, entry in zip(wanted, found, strict=True):
-        logprobs[places[i]] = entry
-    return tuple(logprobs)
-
-
-def _further(logits: torch.Tensor, seq: ScheduledSequence) -> tuple[BranchToken, ...]:
-    """The tokens of a sequence's branches but the first. ``logits``: [1, vocab_size]"""
-    rows = [_sampling_row(seq, place) for place in range(1, len(seq.branches))]
-    if not rows:
-        return ()
-    spread = logits.expand(len(rows), -1)
-    tokens = sample(spread, rows)  # what makes it raise has raised for the first branch
-    places = range(len(rows))
-    logprobs = _logprobs(spread, tokens, rows, places, len(rows)) or (None,) * len(rows)
-    return tuple(map(BranchToken, tokens, logprobs))
 
 
 def pool_bytes(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
@@ -328,7 +195,8 @@ def pool_tensor(buffer: PoolBuffer, layout: KVCacheLayout, num_blocks: int) -> t
     )
 
 
-def _check_layout(model: LlamaModel, layout: KVCacheLayout) -> None:
+def check_layout(model: LlamaModel, layout: KVCacheLayout) -> None:
+    """Raise PoolMismatch, naming both shapes, unless a pool of ``layout`` serves ``model``."""
     config = model.config
     wanted = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
     shape = layout.block_shape()

@@ -90,6 +90,18 @@ def size_pool(
     return PoolSize(num_blocks=num_blocks, arithmetic=arithmetic)
 
 
+def device_memory_limit(free: int, total: int, weights_bytes: int, share: float) -> int:
+    """What one worker may have of a device's memory: its share, or what is there if that is less.
+
+    Args:
+        free: bytes that nobody has, the worker's weights being loaded.
+        total: bytes of the device.
+        weights_bytes: of the worker, on the device.
+        share: part of the device that the worker has, in (0, 1].
+    """
+    return min(free + weights_bytes, int(total * share))
+
+
 def memory_limit(root: Path = Path("/")) -> int:
     """Bytes that this process may use: its control group's limit or the physical memory.
 

@@ -7,9 +7,11 @@ QUEUED → COMPUTING → DONE (token 1 sampled)            any state → gone
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.engine.sequence import SequenceState
+from kvferry.kv_cache.block_table import SealedBlock
 from kvferry.kv_transfer.leases import LeaseKey
 from kvferry.worker.messages import (
     AnnouncedBlock,
@@ -28,7 +30,8 @@ class PrefillJob:
 
     Attributes:
         held: blocks of the whole prompt as (id, generation), once it is computed.
-        announced: sealed blocks in position order, pinned until verified.
+        offered: sealed blocks in position order, pinned, that cannot be read yet.
+        announced: those before them, pinned until verified.
         verified_until: positions that the reader has verified (cumulative).
         hand_off: set with token 1, unless that token ended the request.
         wanted: what the router's lists have said of the job.
@@ -44,6 +47,7 @@ class PrefillJob:
     received_at: float
     wanted: WantedMark
     held: list[tuple[int, int]] = field(default_factory=list)
+    offered: deque[SealedBlock] = field(default_factory=deque)
     announced: list[AnnouncedBlock] = field(default_factory=list)
     verified_until: int = 0
     hand_off: HandOff | None = None
@@ -75,6 +79,19 @@ class PrefillJob:
             return self.request.missing_from
         last = self.announced[-1]
         return last.start + last.num_tokens
+
+    @property
+    def offered_until(self) -> int:
+        """First position that has been neither announced nor offered."""
+        if not self.offered:
+            return self.next_position
+        return self.offered[-1].start + self.offered[-1].num_tokens
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the reader has all that it will ever want of this job."""
+        told = self.hand_off is not None and self.hand_off_received
+        return told and not self.offered and not self.unverified
 
     @property
     def unverified(self) -> tuple[AnnouncedBlock, ...]:

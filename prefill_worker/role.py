@@ -17,7 +17,6 @@ from kvferry.engine.request import Attempt, RequestId
 from kvferry.engine.sequence import SequenceFailure, SequenceProgress
 from kvferry.kv_cache.audit import Owner, OwnerKind
 from kvferry.kv_cache.block_table import SealedBlock
-from kvferry.kv_transfer.connector import BlockRef
 from kvferry.kv_transfer.leases import LeaseKey, LeaseTable
 from kvferry.prefill_worker.job import PrefillJob
 from kvferry.worker import messages as m
@@ -29,7 +28,11 @@ JobKey = tuple[RequestId, Attempt]
 
 
 class PrefillRole:
-    """See the module. Invariant: every unverified announced block is pinned by its lease."""
+    """See the module.
+
+    Invariant: every unverified announced block is pinned by its lease, every offered one by its
+    job.
+    """
 
     role = Role.PREFILL
 
@@ -116,12 +119,12 @@ class PrefillRole:
         job = self._job_read_by(reader, ack.request_id, ack.attempt)
         if job is None or job.reader_done or ack.verified_until > job.next_position:
             return
-        self._unpin(self.leases.acknowledge(job.lease, ack.verified_until, now))
+        self._take_back(self.leases.acknowledge(job.lease, ack.verified_until, now))
         job.verified_until = max(job.verified_until, ack.verified_until)
         job.hand_off_received = job.hand_off_received or ack.hand_off_received
         if job.reader_wanted is not None:
             job.reader_wanted.misses = 0
-        if job.hand_off is not None and job.hand_off_received and not job.unverified:
+        if job.is_read:
             self._end_lease(job)
 
     def _judge_reader(
@@ -149,8 +152,9 @@ class PrefillRole:
         """Pin and announce what the step sealed; with token 1 hand off."""
         sequence = progress.sequence
         job = self.jobs[(sequence.key.request_id, sequence.key.attempt)]
-        fresh = [self._announceable(job, block, now) for block in progress.sealed]
-        blocks = tuple(block for block in fresh if block is not None)
+        for block in progress.sealed:
+            self._offer(job, block)
+        blocks = self._published(job, now)
         if progress.token_id is not None:
             token_ids, logprobs = first_tokens(progress)
             if goes_on(sequence.spec, token_ids):
@@ -171,29 +175,37 @@ class PrefillRole:
         cause = FailureCause.SHAPE if failure.is_requests_fault else FailureCause.STEP
         self._fail_job(job, cause, failure.message)
 
-    def _announceable(
-        self, job: PrefillJob, block: SealedBlock, now: float
-    ) -> m.AnnouncedBlock | None:
-        """Pin a sealed block for the reader; None where it has all its positions already.
-
-        It is leased by its last position: a reader that has only the first ones still reads it.
-        """
-        end = block.start + block.num_tokens
-        if end <= job.next_position:
-            return None
-        pool_block = self._engine.pool.blocks[block.block_id]
-        assert pool_block.block_hash is not None
-        if self.leases.add(job.lease, end - 1, block.block_id, now):
+    def _offer(self, job: PrefillJob, block: SealedBlock) -> None:
+        """Pin a sealed block for the reader, unless that has all its positions already."""
+        if block.start + block.num_tokens > job.offered_until:
             self._engine.pool.pin(block.block_id)
-        announced = m.AnnouncedBlock(
-            block.start,
-            block.num_tokens,
-            BlockRef(self._worker.ref.epoch, block.block_id, pool_block.generation),
-            pool_block.block_hash,
-            self._worker.connector.digest(block.block_id) if self._worker.checksum else None,
-        )
-        job.announced.append(announced)
-        return announced
+            self._worker.publisher.offer(block.block_id)
+            job.offered.append(block)
+
+    def _published(self, job: PrefillJob, now: float) -> tuple[m.AnnouncedBlock, ...]:
+        """The next of the offered blocks that can be read by now: their leases begin.
+
+        Each is leased by its last position: a reader that has only the first ones still reads it.
+        """
+        fresh = []
+        while job.offered:
+            block = job.offered[0]
+            published = self._worker.publisher.published(block.block_id)
+            if published is None:
+                break
+            job.offered.popleft()
+            block_hash = self._engine.pool.blocks[block.block_id].block_hash
+            assert block_hash is not None
+            end = block.start + block.num_tokens
+            if not self.leases.add(job.lease, end - 1, block.block_id, now):
+                self._take_back([block.block_id])
+            fresh.append(
+                m.AnnouncedBlock(
+                    block.start, block.num_tokens, published.ref, block_hash, published.digest
+                )
+            )
+        job.announced += fresh
+        return tuple(fresh)
 
     def _finish_prefill(
         self,
@@ -257,7 +269,10 @@ class PrefillRole:
             )
 
     def flush(self, now: float) -> None:
-        """Nothing is held back: announcements leave with the step that made them."""
+        """Announce what could not be read when the step that made it had completed."""
+        for job in self.jobs.values():
+            if job.offered and (blocks := self._published(job, now)):
+                self._announce(job, blocks, now)
 
     def drop_router(self, router: NodeRef) -> None:
         """Release every job of a dead router."""
@@ -297,16 +312,14 @@ class PrefillRole:
 
     def _end_lease(self, job: PrefillJob) -> None:
         job.reader_done = True
-        self._take_back(self.leases.end(job.lease))
+        self._take_back(self.leases.end(job.lease) + [block.block_id for block in job.offered])
+        job.offered.clear()
         self._engine.pool.used(job.held)
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Unpin blocks that their reader may still be reading: first nobody is served them."""
         if block_ids:
-            self._worker.connector.withdraw(block_ids)
-        self._unpin(block_ids)
-
-    def _unpin(self, block_ids: list[int]) -> None:
+            self._worker.publisher.withdraw(block_ids)
         for block_id in block_ids:
             self._engine.pool.unpin(block_id)
 
@@ -331,6 +344,9 @@ class PrefillRole:
         for (request_id, attempt), job in self.jobs.items():
             for block_id in job.sequence.table.held_ids:
                 yield Owner(OwnerKind.REQUEST, block_id, request_id, attempt.number)
+            for block in job.offered:
+                peer = job.lease.reader[0]
+                yield Owner(OwnerKind.READER, block.block_id, request_id, attempt.number, peer)
         for lease, _, block_id in self.leases:
             yield Owner(
                 OwnerKind.READER,

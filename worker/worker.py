@@ -24,6 +24,7 @@ from kvferry.worker import messages as m
 from kvferry.worker.channel import Channels
 from kvferry.worker.counting import cache_counters, worker_tallies
 from kvferry.worker.messages import Body, Envelope, LoadReport, Member, NodeRef, PeerState, Role
+from kvferry.worker.publishing import DirectPublisher, Publisher
 from kvferry.worker.reads import Reads
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class _Router:
 
 class Worker:
     """See the module. ``outbox`` holds stamped envelopes in sending order; with ``checksum``
-    announced blocks carry a digest.
+    announced blocks carry a digest. ``publisher``: None where blocks are read as they lie.
     """
 
     def __init__(
@@ -102,11 +103,13 @@ class Worker:
         connector: KVConnector,
         times: WorkerTimes,
         checksum: bool = True,
+        publisher: Publisher | None = None,
     ) -> None:
         self.ref = ref
-        self.checksum = checksum
         self.engine = engine
         self.connector = connector
+        direct = DirectPublisher(ref.epoch, engine.pool, connector, checksum)
+        self.publisher: Publisher = publisher or direct
         self.times = times
         self.channels = Channels(ref)
         self.reads = Reads(connector, engine.pool)
@@ -184,7 +187,7 @@ class Worker:
     def step(self) -> bool:
         """Move blocks, then compute one step; returns whether there was anything to do."""
         clock = self.engine.clock
-        moved = self.reads.poll(clock)
+        moved = self.reads.poll(clock) + self.publisher.poll()
         if moved:
             self._flush(clock())
         computed = self.engine.step()
@@ -195,7 +198,7 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether another step should follow at once."""
-        return self.engine.has_work or bool(len(self.reads))
+        return self.engine.has_work or len(self.reads) + self.publisher.num_pending > 0
 
     def _flush(self, now: float) -> None:
         for role in self.roles:

@@ -161,7 +161,8 @@ class LlamaModel:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self._inv_freq = inverse_frequencies(config.rope, config.head_dim)
+        device = weights.final_norm.device
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     @property
     def dtype(self) -> torch.dtype:

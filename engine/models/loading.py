@@ -34,8 +34,15 @@ class MisshapedTensor(ModelError):
     """A tensor's shape is not what the configuration says; names the tensor and both shapes."""
 
 
-def load_model(folder: Path, dtype: ModelDtype, kernels: Kernels = reference) -> LlamaModel:
+def load_model(
+    folder: Path,
+    dtype: ModelDtype,
+    kernels: Kernels = reference,
+    device: torch.device | None = None,
+) -> LlamaModel:
     """Load a folder in Hugging Face layout, fuse its weights, and let ``kernels`` hold them.
+
+    They go to ``device`` one by one, before they are fused; None is the CPU.
 
     One matrix is fused and handed over at a time, so that the peak is one copy of the model and
     one matrix. What is not copied stays a view of the mapped file. A stored head that differs from
@@ -57,7 +64,8 @@ def load_model(folder: Path, dtype: ModelDtype, kernels: Kernels = reference) ->
                     f"by the configuration of model {config.name!r}; the two do not belong together"
                 )
             tensor = reader.tensor(name)
-            return tensor if tensor.dtype in TORCH_DTYPES.values() else tensor.float()
+            tensor = tensor if tensor.dtype in TORCH_DTYPES.values() else tensor.float()
+            return tensor if device is None else tensor.to(device)
 
         return LlamaModel(config, _assemble(config, stored, dtype, kernels), kernels)
 

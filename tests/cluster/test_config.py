@@ -111,7 +111,6 @@ def test_keys_of_later_versions_are_refused_by_name(key: str) -> None:
     [
         ("transfer.connector", "nixl", "auto or shm or tcp"),
         ("router.policy", "cost", "least_loaded"),
-        ("decode.device", "cuda", "auto or cpu"),
     ],
 )
 def test_values_of_later_versions_are_refused_by_name(key: str, value: str, instead: str) -> None:

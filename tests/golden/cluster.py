@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.engine.batch import RunnerOutput, SchedulerOutput
+from kvferry.engine.batch import ModelRunner, RunnerOutput, SchedulerOutput
 from kvferry.engine.engine import Engine
 from kvferry.engine.model_runner import TorchModelRunner
 from kvferry.engine.models.llama import LlamaModel
@@ -34,7 +34,7 @@ from tests.sim.cluster import SimCluster, SimWorker
 class WatchedRunner:
     """The real runner; may be told to refuse prompt positions, and shows what it runs."""
 
-    inner: TorchModelRunner
+    inner: ModelRunner
     forbid_prompt: bool = False
     before_step: Callable[[SchedulerOutput], None] | None = None
     steps: list[SchedulerOutput] = field(default_factory=list)

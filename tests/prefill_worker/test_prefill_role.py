@@ -16,6 +16,7 @@ from kvferry.prefill_worker.job import PrefillJob
 from kvferry.prefill_worker.role import PrefillRole
 from kvferry.worker import messages as m
 from kvferry.worker.messages import AnnouncedBlock, Body, FailureCause, Leg, LegState, NodeRef, Role
+from kvferry.worker.publishing import DirectPublisher
 from kvferry.worker.worker import WorkerTimes
 from tests.fakes import ATTEMPT, FakeClock, stub_output, stub_spec, stub_value
 from tests.worker.making import (
@@ -198,7 +199,8 @@ def test_an_announcement_says_where_a_block_is_what_it_holds_and_what_it_must_re
 
 def test_without_checksums_no_digest_is_given() -> None:
     bench = PrefillBench()
-    bench.made.worker.checksum = False
+    made = bench.made
+    made.worker.publisher = DirectPublisher(OWN.epoch, made.pool, made.connector, checksum=False)
     bench.ask(length=4)
     bench.step()
     assert [block.digest for block in blocks_of(bench.announced())] == [None]

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 from kvferry.engine.request import SamplingParams, TokenBias
+from kvferry.engine.sampling import sampler
 from kvferry.engine.sampling.constraints import SamplingRow
 from kvferry.engine.sampling.filters import draw
 from kvferry.engine.sampling.sampler import (
@@ -44,6 +47,38 @@ QUANTILES = {2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 15: 37.70, 19: 43.82}
 
 def row(seed: int = 0, branch: int = 0, index: int = 0, **params: float) -> SamplingRow:
     return SamplingRow(SamplingParams(seed=seed, **params), branch, index)  # type: ignore[arg-type]
+
+
+class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what waits for a device if the tensors are there."""
+
+    WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().partition(".")[0] in self.WAITING
+        return func(*args, **(kwargs or {}))
+
+
+def test_greedy_tokens_of_a_step_come_from_a_device_in_one_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampler, "as_array", lambda logits: None)  # as for another device
+    plain, lists = torch.Tensor.tolist, []
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        lists.append(tensor.shape)
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    logits = torch.randn(5, 100)
+    with Transfers() as seen:
+        tokens = sample(logits, [row(seed, temperature=0.0) for seed in range(5)])
+    assert seen.count == 0 and len(lists) == 1
+    assert tokens == plain(logits.argmax(-1))
 
 
 def test_uniform_has_golden_values_in_this_and_in_another_process() -> None:

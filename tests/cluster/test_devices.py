@@ -1,0 +1,123 @@
+"""Which workers compute on a GPU, and what follows from that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cluster import launcher
+from kvferry.cluster.block_sizes import BlockSizes
+from kvferry.cluster.config import Config, ConfigError, load_config
+from kvferry.cluster.devices import on_devices
+from kvferry.cluster.settings import kv_dtype, model_dtype, worker_settings
+from kvferry.engine.device.choice import DeviceUnavailable
+
+
+def config(**overrides: Any) -> Config:
+    return load_config(None, {key.replace("__", "."): v for key, v in overrides.items()})
+
+
+def devices(found: Config) -> dict[str, str]:
+    return {role: getattr(found, role).device for role in ("prefill", "decode", "colocated")}
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu_and_nothing_is_said_of_it() -> None:
+    placed = on_devices(config(), 0)
+    assert placed.lines == ()
+    assert (placed.config.prefill.device, placed.config.decode.device) == ("cpu", "cpu")
+    assert model_dtype(placed.config) == kv_dtype(placed.config) == "float32"
+
+
+def test_auto_is_a_gpu_where_there_is_one_for_each_worker() -> None:
+    placed = on_devices(config(prefill__replicas=2), 3)
+    assert (placed.config.prefill.device, placed.config.decode.device) == ("cuda", "cuda")
+    assert placed.lines == ("device: prefill cuda, decode cuda",)
+    assert model_dtype(placed.config) == kv_dtype(placed.config) == "bfloat16"
+
+
+def test_with_too_few_gpus_auto_is_the_cpu_for_all_and_start_up_says_so() -> None:
+    placed = on_devices(config(prefill__replicas=2), 2)
+    assert (placed.config.prefill.device, placed.config.decode.device) == ("cpu", "cpu")
+    (line,) = placed.lines
+    assert "auto is the CPU" in line and "3 GPUs" in line and "has 2" in line
+
+
+def test_what_has_to_be_on_a_gpu_comes_first() -> None:
+    placed = on_devices(config(decode__device="cuda"), 1)
+    assert (placed.config.prefill.device, placed.config.decode.device) == ("cpu", "cuda")
+    assert model_dtype(placed.config) == "bfloat16", "one dtype for all pools"
+
+
+def test_a_dtype_that_is_asked_for_stays() -> None:
+    placed = on_devices(config(model__dtype="float32"), 2)
+    assert placed.config.decode.device == "cuda" and model_dtype(placed.config) == "float32"
+
+
+def test_workers_may_share_a_gpu() -> None:
+    shared = config(prefill__gpus=0.5, decode__gpus=0.5)
+    assert on_devices(shared, 1).config.decode.device == "cuda"
+    thirds = config(prefill__gpus=1 / 3, decode__gpus=1 / 3, prefill__replicas=2)
+    assert on_devices(thirds, 1).config.prefill.device == "cuda"
+
+
+def test_more_workers_than_gpus_is_an_error_that_names_what_to_change() -> None:
+    asked = config(prefill__device="cuda", decode__device="cuda", decode__replicas=2)
+    with pytest.raises(DeviceUnavailable) as caught:
+        on_devices(asked, 1)
+    assert str(caught.value) == (
+        "1 prefill, 2 decode on cuda need 3 GPUs, Ray's cluster has 1: set prefill.device and "
+        "decode.device to cpu or auto, or lower replicas or gpus"
+    )
+    assert caught.value.exit_code == 2
+
+
+def test_a_role_without_workers_needs_nothing() -> None:
+    alone = config(
+        colocated__replicas=1,
+        colocated__device="cuda",
+        prefill__device="cuda",
+        prefill__replicas=0,
+        decode__replicas=0,
+    )
+    assert on_devices(alone, 1).config.colocated.device == "cuda"
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1.5])
+def test_a_worker_takes_a_part_of_one_gpu(gpus: float) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.gpus"):
+        config(decode__gpus=gpus)
+
+
+def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = config(decode__device="cuda", decode__gpus=0.25, transfer__staging_blocks=9)
+    placed = on_devices(asked, 1).config
+    sizes = BlockSizes({"prefill": 16, "decode": 16}, 16, ())
+    settings = dict(worker_settings(placed, tmp_path, sizes, lambda: 1))
+    prefill, decode = settings["prefill"], settings["decode"]
+    assert (prefill.device, decode.device) == ("cpu", "cuda")
+    assert (decode.role, decode.gpus, decode.staging_blocks) == ("decode", 0.25, 9)
+    started: list[float] = []
+
+    class Actor:
+        """Stands for Ray's."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def remote(self, *_: object) -> Actor:
+            return self
+
+    def remote_actor(cls: type, threads: int, config: Config, gpus: float = 0.0) -> Actor:
+        started.append(gpus)
+        return Actor()
+
+    monkeypatch.setattr(launcher, "remote_actor", remote_actor)
+    cluster = launcher.Cluster(placed, tmp_path, owns_ray=False)
+    cluster._settings = {s.ref.node_id: (role, s) for role, s in settings.items()}
+    for setting in settings.values():
+        cluster._start_worker(setting)
+    assert started == [0.0, 0.25]
