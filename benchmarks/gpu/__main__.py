@@ -1,10 +1,12 @@
 """Builds, checks and times everything on one GPU: see ``scripts/gpu_check``.
 
-    python -m benchmarks.gpu [--json FILE] [--tune] [--skip-tests]
+    python -m benchmarks.gpu [--json FILE] [--tune] [--skip-tests] [--skip-cluster]
 
 1. The tests marked ``gpu``. 2. What the device does at best: a copy, a matrix product. 3. Attention
-beside that. With ``--tune`` the best tiles are looked for and written into the table of the
-architecture. Ends with 2 where there is no GPU, and with 1 where a test fails.
+beside that. 4. Decode steps of a model beside the time of reading its weights and its KV once. 5. A
+prefill and a decode worker that share the GPU, under load. With ``--tune`` the best tiles are
+looked for first, and written into the table of the architecture. Ends with 2 where there is no GPU,
+and with 1 where a test fails.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import sys
 import time
 from dataclasses import asdict
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.cluster import run_cluster
 from benchmarks.gpu.work import Row, table
 
 
@@ -54,6 +58,7 @@ def tune() -> Path:
 def measure() -> list[Row]:
     """Every row, printed as it comes."""
     from benchmarks.gpu.attention import measured
+    from benchmarks.gpu.steps import decode_steps
     from benchmarks.gpu.timing import Timer, roofs
 
     timer = Timer()
@@ -64,7 +69,7 @@ def measure() -> list[Row]:
         flush=True,
     )
     rows = []
-    for row in measured(timer, found):
+    for row in chain(measured(timer, found), decode_steps(found)):
         rows.append(row)
         print(f"  {row.what}: {row.took_s * 1e6:.0f} µs, {row.share:.2f} of the roof", flush=True)
     return rows
@@ -76,6 +81,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     parser.add_argument("--tune", action="store_true", help="look for the best tiles first")
     parser.add_argument("--skip-tests", action="store_true", help="measure only")
+    parser.add_argument("--skip-cluster", action="store_true", help="no workers that share the GPU")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing was checked", file=sys.stderr)
@@ -87,6 +93,11 @@ def main() -> int:
         print(f"tiles are in {tune()}", flush=True)
     rows = measure()
     print(table(rows))
+    if not options.skip_cluster:
+        torch.cuda.empty_cache()
+        folder = Path("build", "gpu")
+        folder.mkdir(parents=True, exist_ok=True)
+        print("\n".join(run_cluster(folder)))
     print(f"{time.monotonic() - begun:.0f} s")
     if options.json is not None:
         shown = [{**asdict(row), "share": row.share} for row in rows]

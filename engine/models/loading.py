@@ -71,15 +71,21 @@ def load_model(
 
 
 def random_model(
-    config: ModelConfig, seed: int, dtype: ModelDtype, kernels: Kernels = reference
+    config: ModelConfig,
+    seed: int,
+    dtype: ModelDtype,
+    kernels: Kernels = reference,
+    device: torch.device | None = None,
 ) -> LlamaModel:
-    """A model of normally distributed weights, a function of ``config`` and ``seed``; for tests."""
+    """A model of normally distributed weights, a function of ``config`` and ``seed``; for tests and
+    measurements. ``device``: where it lies; None: in host memory.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         values = torch.randn(shape, generator=generator)
         values *= shape[-1] ** -0.5 if len(shape) == 2 else _VECTOR_STD
-        return (values + 1.0 if "norm" in name else values).to(_activations(dtype))
+        return (values + 1.0 if "norm" in name else values).to(device, _activations(dtype))
 
     return LlamaModel(config, _assemble(config, drawn, dtype, kernels), kernels)
 
