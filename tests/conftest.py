@@ -49,6 +49,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The system tests first: the longest of what stays in one process, others run beside it."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/system/"))
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line reads these; a developer's shell must not change what a test sees."""
