@@ -157,6 +157,15 @@ def test_one_side_may_be_on_the_cpu(
     assert_right(cluster)
 
 
+def test_a_pool_in_host_memory_takes_a_device_s_blocks_of_another_size(
+    clusters: list[DeviceCluster],
+) -> None:
+    cluster = start(clusters, on_cpu=frozenset(["decode"]), prefill_block_size=4, seed=9)
+    for spec in specs():
+        cluster.submit(spec)
+    assert_right(cluster)
+
+
 def test_two_workers_that_read_from_each_other_do_not_wait_for_one_another(
     clusters: list[DeviceCluster],
 ) -> None:
