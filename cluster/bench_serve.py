@@ -119,9 +119,16 @@ async def bench_serve(
         return Bench(endpoint, workload, status, repeats, readings)
 
 
+def _is_on_cpu(worker: pb.Worker) -> bool:
+    """Plain torch has an instruction set on a GPU only: its architecture."""
+    kernels = worker.kernels
+    plain_on_gpu = kernels.implementation == "reference" and bool(kernels.isa)
+    return kernels.implementation in CPU_KERNELS and not plain_on_gpu
+
+
 def _arrangement(status: pb.StatusResponse) -> Arrangement | None:
     workers = [entry.worker for entry in status.workers]
-    if any(worker.kernels.implementation not in CPU_KERNELS for worker in workers):
+    if not all(_is_on_cpu(worker) for worker in workers):
         return None
     return Arrangement.of([(worker.role, worker.threads) for worker in workers])
 

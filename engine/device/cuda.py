@@ -67,9 +67,11 @@ class CudaDevice:
 
     @property
     def architecture(self) -> str:
-        """For example ``sm_90``."""
-        major, minor = torch.cuda.get_device_capability(self.torch_device)
-        return f"sm_{major}{minor}"
+        """For example ``sm_90`` or ``gfx942``."""
+        found = torch.cuda.get_device_properties(self.torch_device)
+        if torch.version.hip:
+            return str(found.gcnArchName).partition(":")[0]
+        return f"sm_{found.major}{found.minor}"
 
     def stream(self) -> CudaStream:
         """A new stream."""

@@ -129,5 +129,8 @@ def test_the_machine_is_measured_before_between_and_after_the_repeats() -> None:
 def test_nothing_is_said_of_other_machines_and_devices() -> None:
     elsewhere = here()
     elsewhere.workers[0].worker.host = "another"
-    for status in (elsewhere, here("triton"), status_response()):
+    plain_on_gpu = here("reference")
+    for entry in plain_on_gpu.workers:
+        entry.worker.kernels.isa = "sm_90"
+    for status in (elsewhere, here("triton"), plain_on_gpu, status_response()):
         assert run(status) == ([], None)

@@ -63,13 +63,17 @@ def slow_bench() -> tuple[PrefillBench, SlowPublisher]:
     return bench, publisher
 
 
+def is_busy(bench: PrefillBench) -> bool:
+    return bench.made.worker.has_work
+
+
 def test_a_block_is_announced_when_it_can_be_read_and_the_hand_off_does_not_wait() -> None:
     bench, publisher = slow_bench()
     bench.ask(length=10)
     bench.step(2)
     (announcement,) = bench.announced()
     assert announcement.blocks == () and announcement.hand_off is not None
-    assert bench.made.worker.has_work, "somebody must look again"
+    assert is_busy(bench), "somebody must look again"
     block_ids = list(publisher.offered)
     assert len(block_ids) == 3
     publisher.let(*block_ids)
@@ -80,7 +84,7 @@ def test_a_block_is_announced_when_it_can_be_read_and_the_hand_off_does_not_wait
         (4, 4, block_ids[1]),
         (8, 2, block_ids[2]),
     ]
-    assert not bench.made.worker.has_work
+    assert not is_busy(bench)
     bench.acknowledge(10, hand_off=True)
     assert not publisher.offered and set(publisher.pins) == {1}
     bench.router.send(m.CancelLeg(R, ATTEMPT, Leg.PREFILL))

@@ -4,17 +4,19 @@ when; and with a cancel, a death or a fault in the middle nothing is lost and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import pytest
 
 from kvferry.cluster.policy import LeastLoaded, Placement, WorkerView
+from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.models.llama import LlamaModel
-from kvferry.engine.request import RequestSpec
+from kvferry.engine.request import Attempt, RequestId, RequestSpec
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.connector import ReadStatus
-from kvferry.worker.messages import NodeRef
+from kvferry.prefill_worker.role import PrefillRole
+from kvferry.worker.messages import LegState, NodeRef
 from kvferry.worker.worker import WorkerTimes
 from tests.engine.generation import prompt, small_model
 from tests.golden.cluster import RealCluster, greedy
@@ -155,6 +157,15 @@ def test_one_side_may_be_on_the_cpu(
     assert_right(cluster)
 
 
+def test_a_pool_in_host_memory_takes_a_device_s_blocks_of_another_size(
+    clusters: list[DeviceCluster],
+) -> None:
+    cluster = start(clusters, on_cpu=frozenset(["decode"]), prefill_block_size=4, seed=9)
+    for spec in specs():
+        cluster.submit(spec)
+    assert_right(cluster)
+
+
 def test_two_workers_that_read_from_each_other_do_not_wait_for_one_another(
     clusters: list[DeviceCluster],
 ) -> None:
@@ -172,36 +183,88 @@ def test_two_workers_that_read_from_each_other_do_not_wait_for_one_another(
     assert len(moved) == 2 and all(moved)
 
 
-@pytest.mark.parametrize("ticks", [2, 4, 6, 9, 13])
-@pytest.mark.parametrize("connector", ["shm", "tcp"])
-def test_a_cancel_in_the_middle_leaves_nothing_and_spoils_nobody(
-    clusters: list[DeviceCluster], ticks: int, connector: str
-) -> None:
-    cluster = start(clusters, seed=ticks, connector=connector, blocks_per_poll=1)
+def request_that_is(cluster: DeviceCluster, state: str) -> RequestId | None:
+    """A request in this state of its way from pool to pool; None: there is none now."""
+    for sim in cluster.workers:
+        for job in sim.prefill.jobs.values() if sim.prefill is not None else ():
+            if (state == "waiting to be announced" and job.offered) or (
+                state == "announced" and job.unverified
+            ):
+                return job.request.spec.request_id
+        for leg in sim.decode.legs.values() if sim.decode is not None else ():
+            connector = cluster.parts[sim.ref].connector
+            read_by = {
+                "waiting for a slot": {q.read_id for e in connector._turns for q in e.waiting},
+                "read into a slot": {s.queued.read_id for s in connector._reading.values()},
+                "copied in": {s.queued.read_id for s in connector._copying},
+            }
+            running = state == "decoding" and leg.state is LegState.RUNNING
+            if running or read_by.get(state, set()) & set(leg.pull.reading):
+                return leg.request.spec.request_id
+    return None
+
+
+STATES = (
+    "waiting to be announced",
+    "announced",
+    "waiting for a slot",
+    "read into a slot",
+    "copied in",
+    "decoding",
+)
+
+
+def run_until(cluster: DeviceCluster, state: str) -> RequestId:
+    """Advance until some request is in a state."""
     for spec in specs():
         cluster.submit(spec)
-    for _ in range(ticks):
-        cluster.advance()
+    assert cluster.run(100.0, lambda: request_that_is(cluster, state) is not None), state
+    found = request_that_is(cluster, state)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_a_cancel_in_every_state_leaves_nothing_and_spoils_nobody(
+    clusters: list[DeviceCluster], state: str, connector: str
+) -> None:
+    cluster = start(
+        clusters, seed=len(state), connector=connector, blocks_per_poll=1, staging_blocks=6
+    )
+    found = run_until(cluster, state)
     assert cluster.router is not None
-    for name in ("r0", "r5"):
-        cluster.router.cancel(name, cluster.clock.now)  # type: ignore[arg-type]
-        del cluster.listeners[name]
+    cluster.router.cancel(found, cluster.clock.now)
+    del cluster.listeners[found]
     assert_right(cluster)
 
 
+def _held(role: PrefillRole | DecodeRole | None) -> Iterable[tuple[RequestId, Attempt]]:
+    if role is None:
+        return ()
+    return role.jobs if isinstance(role, PrefillRole) else role.legs
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("ticks", [4, 7, 12])
-def test_a_worker_s_death_in_the_middle_costs_no_token(
-    clusters: list[DeviceCluster], role: str, ticks: int
+@pytest.mark.parametrize("state", STATES)
+def test_a_worker_s_death_in_every_state_costs_no_token(
+    clusters: list[DeviceCluster], role: str, state: str
 ) -> None:
+    """That of the worker which has, or is read by whoever has, a request in that state."""
     cluster = start(
-        clusters, num_prefill=2, num_decode=2, seed=ticks, connector="tcp", blocks_per_poll=1
+        clusters, num_prefill=2, num_decode=2, seed=len(state), connector="tcp", blocks_per_poll=1
     )
-    for spec in specs():
-        cluster.submit(spec)
-    for _ in range(ticks):
-        cluster.advance()
-    cluster.kill(cluster.named(role))
+    found = run_until(cluster, state)
+    holders = [
+        sim
+        for sim in cluster.workers
+        if any(
+            request == found
+            for role_here in (sim.prefill, sim.decode)
+            for request, _ in _held(role_here)
+        )
+    ]
+    cluster.kill(next(sim for sim in holders if sim.ref.node_id.startswith(role)))
     assert_right(cluster)
 
 
