@@ -13,15 +13,8 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.cluster.errors import DeadlineExceeded, StreamError
-from kvferry.cluster.loadgen.measures import (
-    BY_CHUNKS,
-    BY_IDS,
-    CANCELLED,
-    COMPLETED,
-    FAILED,
-    Pass,
-    Sample,
-)
+from kvferry.cluster.loadgen.goodput import CANCELLED, COMPLETED, FAILED
+from kvferry.cluster.loadgen.measures import BY_CHUNKS, BY_IDS, Pass, Sample
 from kvferry.cluster.loadgen.plan import Plan
 from kvferry.cluster.loadgen.sessions import IDS, Conversation, Session, Turn
 from kvferry.cluster.loadgen.settings import Settings

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from kvferry.cluster.bench_cpu import CpuMeter
 from kvferry.cluster.errors import Internal
 from kvferry.cluster.loadgen.drive import Driver
-from kvferry.cluster.loadgen.measures import FAILED, Pass, Slo
+from kvferry.cluster.loadgen.goodput import FAILED, Slo
+from kvferry.cluster.loadgen.measures import Pass
 from kvferry.cluster.loadgen.plan import Plan, check_fits, make_plan, warm_up_plan
 from kvferry.cluster.loadgen.server_series import ServerSeries
 from kvferry.cluster.loadgen.settings import Settings
@@ -56,9 +57,19 @@ class Run:
         return None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s)
 
     @property
+    def complete(self) -> list[Repeat]:
+        """The repeats that were measured to their end."""
+        return [repeat for repeat in self.repeats if repeat.measured.is_complete]
+
+    @property
     def median(self) -> Repeat | None:
-        """The repeat of median throughput (of an even number, the slower of the middle two)."""
-        ordered = sorted(self.repeats, key=lambda repeat: repeat.measured.output_tokens_per_s)
+        """The complete repeat of median throughput (of an even number, the slower of the two).
+
+        Where there is none, the one that was interrupted, if it had begun.
+        """
+        ordered = sorted(
+            self.complete or self.repeats, key=lambda each: each.measured.output_tokens_per_s
+        )
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
     @property
@@ -101,6 +112,7 @@ async def run_load(
             repeat = Repeat(plan, driver.measured, ServerSeries())
             run.repeats.append(repeat)
             await _measure(driver, repeat, number, about, on_progress)
+            repeat.measured.is_complete = True
 
 
 async def _measure(

@@ -9,7 +9,8 @@ import pytest
 from kvferry.cluster.errors import DeadlineExceeded, Overloaded, StreamError, WorkerLost
 from kvferry.cluster.loadgen.drive import Driver
 from kvferry.cluster.loadgen.errors import BadLoad
-from kvferry.cluster.loadgen.measures import CANCELLED, COMPLETED, FAILED, Pass, Slo, results_json
+from kvferry.cluster.loadgen.goodput import CANCELLED, COMPLETED, FAILED, Slo
+from kvferry.cluster.loadgen.measures import Pass, results_json
 from kvferry.cluster.loadgen.plan import make_plan
 from kvferry.cluster.loadgen.run import Run, run_load
 from kvferry.cluster.loadgen.server_series import ServerSeries, server_json

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from kvferry.cluster.loadgen.measures import CANCELLED
+from kvferry.cluster.loadgen.goodput import CANCELLED
 from kvferry.cluster.reports.common import Json, dist
 
 _HELD = ("num_running", "num_waiting", "num_swapped")
