@@ -121,4 +121,6 @@ def people(args: argparse.Namespace) -> Console:
     What is no terminal has no width that a table would have to fit.
     """
     stream = sys.stderr if getattr(args, "json", False) else sys.stdout
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDTH)
+    return Console(
+        file=stream, markup=False, highlight=False, width=None if stream.isatty() else WIDTH
+    )

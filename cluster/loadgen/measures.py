@@ -61,6 +61,7 @@ class Receipt:
         prompt_tokens, cached_tokens, completion_tokens: by the server's count; None: not told.
         counted_by: ``ids`` (the server named every token), ``usage`` (it gave a total, and
             ``token_times`` may be those of chunks), or ``chunks`` (nothing but chunks).
+        finish_reason: why the answer ended, in the server's word; None: it did not say.
     """
 
     sent_at: float = -1.0
@@ -72,6 +73,7 @@ class Receipt:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     counted_by: str = BY_IDS
+    finish_reason: str | None = None
     server: ServerFacts | None = None
 
     @property

@@ -165,6 +165,52 @@ def test_an_answer_of_another_length_is_a_failure_where_the_length_was_to_be_exa
     assert measured.failures == []
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_an_answer_that_was_cut_off_is_a_failure_also_where_its_length_was_free(
+    reason: str | None,
+) -> None:
+    class Aborted(FakeTarget):
+        async def send(self, request, receipt):  # type: ignore[no-untyped-def]
+            await super().send(request, receipt)
+            receipt.finish_reason = reason
+
+    time = FakeTime()
+    relaxed = Settings(input_tokens="3", output_tokens="4", num_requests=2, ignore_eos=False)
+    measured, _ = driven(relaxed, time, Aborted(time))
+    assert [sample.outcome for sample in measured.samples] == [FAILED, FAILED]
+    assert f"its finish_reason is {reason}, after 4 tokens" in str(measured.failures[0])
+
+
+@pytest.mark.parametrize("loop", [{"rate": 10.0}, {"concurrency": 2}])
+def test_what_no_request_can_fail_of_is_raised_as_it_is(loop: dict[str, float]) -> None:
+    class Odd(FakeTarget):
+        async def send(self, request, receipt):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError("odd")
+
+    time = FakeTime()
+    with pytest.raises(ZeroDivisionError, match="odd"):
+        driven(Settings(input_tokens="3", num_requests=3, **loop), time, Odd(time))  # type: ignore[arg-type]
+
+
+def test_cpu_time_is_shared_among_all_tokens_that_came() -> None:
+    time = FakeTime()
+    lost = FakeTarget(time, fail=lambda number: WorkerLost("gone") if number == 9 else None)
+    settings = Settings(
+        input_tokens="3",
+        output_tokens="4",
+        num_requests=10,
+        rate=10.0,
+        arrival="constant",
+        ramp=0.5,
+    )
+    measured, _ = driven(settings, time, lost)
+    measured.cpu_s, measured.generator_cpu_s = 7.2, 3.6
+    results = results_json(measured, None)
+    assert (results["output_tokens"], results["received_tokens"]) == (6 * 4, 9 * 4)
+    assert results["cpu_s_per_output_token"] == pytest.approx(0.2)
+    assert results["generator_cpu_s_per_output_token"] == pytest.approx(0.1)
+
+
 def run_with(settings: Settings, target: FakeTarget, time: FakeTime) -> Run:
     run = Run(settings.resolved())
     time.run(run_load(run, lambda: target, clock=time))
@@ -238,6 +284,61 @@ def test_a_worker_that_was_restarted_counts_from_nothing() -> None:
     server = server_json(series, Pass())
     assert server is not None
     assert server["totals"]["queried_tokens"] == 200 + (700 - 500)
+
+
+def worker_died() -> tuple[pb.StatusResponse, ...]:
+    """Before, dead, its successor: what the workers and their sum say."""
+    before, dead, after = statuses(6)[5], statuses(9)[8], statuses(9)[8]
+    dead.workers[0].CopyFrom(pb.WorkerStatus(worker=dead.workers[0].worker))
+    dead.workers[0].worker.state = "lost"
+    after.workers[0].CopyFrom(statuses(3)[2].workers[0])
+    after.workers[0].worker.epoch = 9
+    for status, refused in ((before, 50), (dead, 20), (after, 23)):
+        status.counters.stale_refused = refused
+        status.counters.accepted = 10
+    return before, dead, after
+
+
+def test_a_worker_that_died_takes_nothing_back() -> None:
+    series = ServerSeries()
+    for moment, status in enumerate(worker_died()):
+        series.add(float(moment), status)
+    server = server_json(series, Pass())
+    assert server is not None
+    # decode-0 grew from 500 to 800; prefill-0's successor counted 200
+    assert server["totals"]["queried_tokens"] == 300 + 200
+    assert server["totals"]["stale_refused"] == 3
+    assert server["totals"]["accepted"] == 0
+    assert [row["hit_tokens_local"] for row in server["series"]] == [0, 30, 50]
+    assert [row["kv_usage"].keys() for row in server["series"]] == [
+        {"prefill-0", "decode-0"},
+        {"decode-0"},
+        {"prefill-0", "decode-0"},
+    ]
+
+
+def test_a_worker_that_comes_back_in_the_same_life_counts_on() -> None:
+    before, dead, _ = worker_died()
+    again = statuses(9)[8]
+    series = ServerSeries()
+    for moment, status in enumerate((before, dead, again)):
+        series.add(float(moment), status)
+    server = server_json(series, Pass())
+    assert server is not None
+    assert server["totals"]["queried_tokens"] == 2 * 300
+
+
+def test_a_router_that_was_restarted_counts_from_nothing() -> None:
+    before, _, after = worker_died()
+    after.routers[0].epoch = 2
+    after.counters.accepted = 4
+    series = ServerSeries()
+    series.add(0.0, before)
+    series.add(1.0, after)
+    server = server_json(series, Pass())
+    assert server is not None
+    assert server["totals"]["accepted"] == 4
+    assert server["totals"]["stale_refused"] == 0
 
 
 def test_settings_survive_a_document(tmp_path: Path) -> None:
