@@ -114,7 +114,7 @@ def _azure(rows: Iterable[Row]) -> Iterator[TraceRow]:
         )
 
 
-_MOMENT = re.compile(r"(.*?)(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})?")
+_MOMENT = re.compile(r"(.*?)(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})?", re.DOTALL)
 
 
 def _moment(text: str) -> float:
