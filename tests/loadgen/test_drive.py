@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cluster.errors import DeadlineExceeded, Overloaded, StreamError, WorkerLost
+from kvferry.cluster.loadgen.document import document_fields
 from kvferry.cluster.loadgen.drive import Driver
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.goodput import CANCELLED, COMPLETED, FAILED, Slo
@@ -228,6 +229,37 @@ def test_a_run_warms_up_and_repeats_with_other_tokens() -> None:
     assert len(target.requests) == 2 + 3 + 3
     assert len({request.prompt.token_ids for request in target.requests}) == 8
     assert run.error is None
+
+
+def test_a_repeat_that_broke_off_is_no_result_while_another_is_whole() -> None:
+    class Interrupted(FakeTarget):
+        async def send(self, request, receipt):  # type: ignore[no-untyped-def]
+            if len(self.requests) == self.at:
+                raise KeyboardInterrupt
+            await super().send(request, receipt)
+
+        at = 0
+
+    for at, completed in ((4, 4), (6, 6), (7, 6), (12, 6), (17, 6), (0, 0)):
+        time = FakeTime()
+        target = Interrupted(time)
+        target.at = at
+        settings = Settings(
+            input_tokens="3", output_tokens="4", num_requests=6, concurrency=1, repeats=3, warm_up=0
+        )
+        run = Run(settings.resolved())
+        with pytest.raises(KeyboardInterrupt):
+            time.run(run_load(run, lambda target=target: target, clock=time))  # type: ignore[misc]
+        assert [each.measured.is_complete for each in run.repeats] == [
+            *([True] * (at // 6)),
+            False,
+        ]
+        fields = document_fields(run, {"event_loop": "asyncio"})
+        assert fields["results"]["completed"] == completed
+        intervals = fields["intervals"]
+        assert (intervals is None) == (at < 12)
+        if intervals is not None:
+            assert intervals["output_tokens_per_s"]["n"] == 2
 
 
 def test_what_fails_in_the_warm_up_ends_the_run() -> None:
