@@ -181,6 +181,7 @@ def test_a_step_of_one_request_is_no_certainty_either() -> None:
         {f"a{n}": 1.0 for n in range(2)}, {f"b{n}": 0.975 for n in range(2)}, step=1 / 40
     )
     assert apart is not None and apart.better is None
+    assert apart.low is not None and not apart.is_flat
 
 
 def within(*shares: float) -> Json:
