@@ -114,7 +114,7 @@ def judge(
 
     if not alternatives:
         return cannot(f"nothing colocated was measured beside {disaggregated}")
-    lacking = [*missing, *_lacking({disaggregated: goodput, **alternatives})]
+    lacking = [*missing] or [*_lacking({disaggregated: goodput, **alternatives})]
     if lacking:
         return cannot(f"not everything was measured; missing: {'; '.join(lacking)}")
     pairs = [

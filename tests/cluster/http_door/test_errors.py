@@ -123,16 +123,12 @@ def test_a_failure_is_logged_with_the_ids_and_attempts_of_its_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     answer = in_background(lambda: http.post("/v1/completions", json={"prompt": prompt}))
-    known = eventually(
-        "all are there",
-        lambda: stack.on_loop(
-            lambda: (
-                [request.about for request in stack.router.requests.values()]
-                if len(stack.router.requests) == count
-                else None
-            )
-        ),
-    )
+
+    def abouts() -> list[dict[str, object]]:
+        found = [request.about for request in stack.router.requests.values()]
+        return found if len(found) == count else []
+
+    known = eventually("all are there", lambda: stack.on_loop(abouts))
     end_with(stack, Internal("a bug"))
     assert error_of(answer(), 500)["message"] == "a bug"
     (record,) = [each for each in caplog.records if "a bug" in each.getMessage()]
@@ -143,7 +139,7 @@ def test_a_failure_is_logged_with_the_ids_and_attempts_of_its_requests(
         assert line["requests"] == known
 
 
-BODIES = (
+BODIES: tuple[tuple[str, Any, str | None], ...] = (
     ("/v1/completions", {"prompt": "x", "temperature": "hot"}, "InvalidRequest"),
     ("/v1/completions", {"prompt": "x", "unknown": 1}, "InvalidRequest"),
     ("/v1/completions", {"prompt": "x", "stream_options": {}}, "InvalidRequest"),
