@@ -120,5 +120,7 @@ def people(args: argparse.Namespace) -> Console:
 
     What is no terminal has no width that a table would have to fit.
     """
-    stream = sys.stderr if args.json else sys.stdout
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDTH)
+    stream = sys.stderr if getattr(args, "json", False) else sys.stdout
+    return Console(
+        file=stream, markup=False, highlight=False, width=None if stream.isatty() else WIDTH
+    )

@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run_one(args: argparse.Namespace) -> Result:
-    """One load, with progress on standard error. An interrupted one shows what it has measured."""
+    """One load, with progress on standard error. One that breaks off shows what it has measured."""
     run = Run(settings_of(args))
     loop_name, new_loop = event_loop()
     error: BaseException | None = None
@@ -79,6 +79,10 @@ def run_one(args: argparse.Namespace) -> Result:
                 runner.run(run_load(run, opener, progress))
         except KeyboardInterrupt as interrupt:
             error = interrupt
+        except Exception as caught:  # the command's boundary: what was measured is shown
+            if not run.repeats:
+                raise
+            error = caught
     fields = document_fields(run, {"event_loop": loop_name})
     if not args.json:
         show(fields, people(args))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cluster.cli.flags import DEFAULT_ENDPOINT, host_port
-from kvferry.cluster.loadgen.arrivals import ARRIVALS
+from kvferry.cluster.loadgen.arrivals import ARRIVALS, GAMMA
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.sessions import FORMS
-from kvferry.cluster.loadgen.settings import WORKLOADS, Settings
+from kvferry.cluster.loadgen.settings import OF_WORKLOADS, WORKLOADS, Settings
 from kvferry.cluster.loadgen.traces import AUTO, FORMATS
 
 DEFAULTS = Settings()
@@ -76,7 +76,8 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--again",
         metavar="DOCUMENT",
-        help="take the settings of an earlier run's JSON document; flags override them",
+        help="take the settings of an earlier run's JSON document; flags override them, and what "
+        "they exclude (an endpoint the url, a concurrency the rate)",
     )
     _add_target(parser.add_argument_group("target"))
     add_load(parser)
@@ -198,11 +199,38 @@ def _json_object(text: str) -> dict[str, Any]:
 def settings_of(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Settings:
     """The run that the arguments ask for, resolved. Raises BadLoad."""
     given = given_of(args)
+    if "endpoint" in given and "url" in given:
+        raise BadLoad("got endpoint and url; wanted one: a cluster over gRPC, or an HTTP server")
     if args.again is not None:
-        return replace(_earlier(Path(args.again)), **given).resolved()
+        return again(_earlier(Path(args.again)), given).resolved()
     if "endpoint" not in given:
         given["endpoint"] = environment.get("KVFERRY_ENDPOINT") or DEFAULT_ENDPOINT
     return Settings(**implied(given)).resolved()
+
+
+def again(earlier: Settings, given: Mapping[str, Any]) -> Settings:
+    """An earlier run's settings with what is given now over them.
+
+    What is given takes the place of what excludes it, and of what depends on that: an endpoint that
+    of a url, with its body and its name of the model, and the other way round; a rate that of a
+    concurrency and of a trace's own times, and so on; a workload that of another with all that
+    shapes it.
+    """
+    given = dict(implied(given))
+    cleared: set[str] = set()
+    if "endpoint" in given and earlier.url is not None:
+        cleared |= {"url", "body", "model"}
+    if "url" in given and earlier.url is None:
+        cleared |= {"endpoint", "model"}
+    if given.get("workload", earlier.workload) != earlier.workload:
+        cleared |= OF_WORKLOADS
+    for names in (_OPEN, _CLOSED, _OWN_TIMES):
+        if given.keys() & names:
+            cleared |= (_OPEN | _CLOSED | _OWN_TIMES) - names
+    if given.get("arrival", GAMMA) != GAMMA:
+        cleared.add("burstiness")
+    defaults = {name: getattr(DEFAULTS, name) for name in cleared}
+    return replace(earlier, **(defaults | given))
 
 
 def given_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -223,6 +251,9 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SETTINGS = frozenset(DEFAULTS.to_json())
+_OPEN = frozenset(("rate", "arrival", "burstiness", "on", "off"))
+_CLOSED = frozenset(("concurrency",))
+_OWN_TIMES = frozenset(("stretch", "grid"))
 
 
 def _earlier(path: Path) -> Settings:

@@ -13,14 +13,26 @@ from kvferry.cluster.cli.command import Result, RunFailed
 from kvferry.cluster.cli.document import Document
 from kvferry.cluster.cli.flags import add_json, people
 from kvferry.cluster.loadgen.errors import BadLoad
-from kvferry.cluster.loadgen.experiments.comparing import compare, worse_than
+from kvferry.cluster.loadgen.experiments.comparing import compare, failed_only_in_b, worse_than
+from kvferry.cluster.loadgen.experiments.renewing import renewed
 from kvferry.cluster.loadgen.report.curves import all_charts
 from kvferry.cluster.loadgen.report.page import report
 from kvferry.cluster.loadgen.report.png import require_plots, write_pngs
 
 COMPARE = Document(
     "loadgen_compare",
-    ("level", "a", "b", "pairs", "only_in_a", "only_in_b", "words", "fail_if_worse", "worse"),
+    (
+        "level",
+        "a",
+        "b",
+        "pairs",
+        "only_in_a",
+        "only_in_b",
+        "failed",
+        "words",
+        "fail_if_worse",
+        "worse",
+    ),
 )
 
 
@@ -69,11 +81,16 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> Result:
-    """Draw a document that was measured earlier."""
+    """Draw a document that was measured earlier, and say its verdicts, by today's definitions."""
     if args.html is None and args.png is None:
         raise BadLoad("report: nothing to write, wanted --html or --png")
     check_report_files(args)
-    write_report(_read(args.document), args)
+    document = _read(args.document)
+    write_report(document, args)
+    console = people(args)
+    for verdict in document.get("verdicts") or []:
+        words = ": ".join(part for part in (verdict["variant"], verdict["words"]) if part)
+        console.print(words, markup=False)
     return Result()
 
 
@@ -89,8 +106,8 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
         "--fail-if-worse",
         metavar="PERCENT",
         type=float,
-        help="exit with 1 if B is worse at any figure, beyond noise and by more than so much of A "
-        "(default: never)",
+        help="exit with 1 if B is worse at any figure, beyond noise and by more than so much of A, "
+        "or if requests failed in B where none did in A (default: never)",
     )
     add_json(parser)
     parser.set_defaults(run=run_compare)
@@ -121,6 +138,11 @@ def run_compare(args: argparse.Namespace) -> Result:
         f"Each interval holds with {fields['level']:.0%}; of twenty figures that do not differ, "
         "one seems to."
     )
+    failed = failed_only_in_b(fields["failed"])
+    if percent is not None and failed:
+        return Result(
+            fields, RunFailed(f"{failed[0]['label']} failed in B: {failed[0]['message']}")
+        )
     if not worse:
         return Result(fields)
     first = worse[0]
@@ -135,11 +157,17 @@ def run_compare(args: argparse.Namespace) -> Result:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A document. Raises BadLoad."""
+    """A document, its figures made again from its requests. Raises BadLoad."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BadLoad(f"{path}: cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise BadLoad(f"{path}: holds no document, wanted JSON of loadgen run or loadgen sweep")
-    return document
+    try:
+        return renewed(document)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadLoad(
+            f"{path}: is no whole document of loadgen run or loadgen sweep: "
+            f"{type(error).__name__}: {error}"
+        ) from error

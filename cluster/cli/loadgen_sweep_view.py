@@ -31,6 +31,10 @@ def show(fields: Json, path: Path, console: Console) -> None:
             cells.append(text)
         table.add_row(row["label"], str(row["num_repeats"]), *cells)
     console.print(table)
+    for point in fields["points"]:
+        if not point["ok"]:
+            words = f"{point['label']}, round {point['round'] + 1}: {point['error']['message']}"
+            console.print(f"in goodput only, for requests failed: {words}", markup=False)
     for row in fields["summary"]:
         if row["drains"] is not None:
             console.print(_drain(row), markup=False)

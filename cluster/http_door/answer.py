@@ -19,7 +19,13 @@ from fastapi import Response
 
 from kvferry.cluster.errors import REQUEST_ID_KEY, Cancelled
 from kvferry.cluster.http_door.exchange import Exchange
-from kvferry.cluster.http_door.failures import Failure, encoded, failure, is_ours
+from kvferry.cluster.http_door.failures import (
+    OPENAI_REQUEST_ID_KEY,
+    Failure,
+    encoded,
+    failure,
+    is_ours,
+)
 from kvferry.cluster.http_door.shapes import Json, Output, Shape, usage
 from kvferry.cluster.http_door.translate import Ask
 from kvferry.cluster.router_node import RouterNode
@@ -54,15 +60,18 @@ class Plan:
     include_usage: bool
 
 
-def failure_response(error: Exception, request_id: str = "") -> Response:
+def failure_response(error: Exception, exchange: Exchange | None = None) -> Response:
     """An error as a whole answer; logged where it is the server's fault."""
-    told = _told(error, request_id)
+    told = _told(error, exchange)
     return Response(encoded(told.body), told.status, told.headers, JSON_TYPE)
 
 
-def _told(error: Exception, request_id: str) -> Failure:
+def _told(error: Exception, exchange: Exchange | None) -> Failure:
+    request_id = exchange.request_id if exchange is not None else ""
     if is_ours(error):
-        logger.error("request %s failed: %s", request_id or "(none)", error, exc_info=error)
+        extra = exchange.about if exchange is not None else None
+        name = request_id or "(none)"
+        logger.error("request %s failed: %s", name, error, exc_info=error, extra=extra)
     return failure(error, request_id)
 
 
@@ -94,7 +103,7 @@ class Answer(Response):
                 body = self._whole([output async for outputs in news for output in outputs])
         except Exception as error:  # the call's boundary: every error becomes a status
             exchange.cancel()
-            await failure_response(error, exchange.request_id)(scope, receive, send)
+            await failure_response(error, exchange)(scope, receive, send)
             return
         if plan.stream:
             await self._start(send, EVENTS_TYPE)
@@ -109,7 +118,7 @@ class Answer(Response):
             "content-type": content_type,
             "cache-control": "no-cache",
             REQUEST_ID_KEY: request_id,
-            "x-request-id": request_id,  # where OpenAI's client looks for it
+            OPENAI_REQUEST_ID_KEY: request_id,
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -124,7 +133,7 @@ class Answer(Response):
             last = self._usage_event() + DONE
         except Exception as error:  # the call's boundary: every error becomes an event
             self._exchange.cancel()
-            last = _event(_told(error, self._exchange.request_id).body)
+            last = _event(_told(error, self._exchange).body)
         await _finish(send, last)
 
     async def _write(self, send: Send, events: bytes) -> None:
@@ -139,7 +148,8 @@ class Answer(Response):
         except TimeoutError:
             limit = f"{self._slow_client_limit_s:g} s (server.slow_client_limit)"
             slow = Cancelled(f"the client took nothing of its stream for {limit}: read faster")
-            logger.warning("request %s: %s", self._exchange.request_id, slow)
+            exchange = self._exchange
+            logger.warning("request %s: %s", exchange.request_id, slow, extra=exchange.about)
             self._node.router.counters["slow_clients"] += 1
             raise slow from None
 

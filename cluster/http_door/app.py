@@ -7,14 +7,15 @@ run and streamed is ``http_door.answer``'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from kvferry.cluster.errors import NotReady
+from kvferry.cluster.errors import Cancelled, NotReady
 from kvferry.cluster.http_door.answer import JSON_TYPE, Answer, Plan, failure_response, json_bytes
 from kvferry.cluster.http_door.bodies import (
     Body,
@@ -25,7 +26,7 @@ from kvferry.cluster.http_door.bodies import (
     TokenizeBody,
     parse_body,
 )
-from kvferry.cluster.http_door.failures import MethodNotAllowed, NoSuchRoute
+from kvferry.cluster.http_door.failures import MethodNotAllowed, NoSuchRoute, contract_error
 from kvferry.cluster.http_door.reading import LARGE_BODY_BYTES, parse_json, read_body
 from kvferry.cluster.http_door.shapes import ChatShape, CompletionShape, Json, Wanted, token_text
 from kvferry.cluster.http_door.translate import (
@@ -71,19 +72,32 @@ class Door:
     async def completions(self, request: Request) -> Response:
         """Texts or token ids, continued."""
         received_at = self.node.clock()
-        body = await self.read(request, CompletionBody)
-        asks = completion_asks(body)
-        wanted = replace(self._wanted(body, body.logprobs is not None), echo=body.echo)
+        with self._counting():
+            body = await self.read(request, CompletionBody)
+            asks = completion_asks(body)
+            wanted = replace(self._wanted(body, body.logprobs is not None), echo=body.echo)
         shape = CompletionShape(self.node.intake.tokenizer, wanted)
         return self._answer(body, asks, shape, received_at)
 
     async def chat_completions(self, request: Request) -> Response:
         """A conversation, answered."""
         received_at = self.node.clock()
-        body = await self.read(request, ChatBody)
-        asks = [chat_ask(body, self.node.intake.model.max_model_len)]
-        shape = ChatShape(self.node.intake.tokenizer, self._wanted(body, body.logprobs))
+        with self._counting():
+            body = await self.read(request, ChatBody)
+            asks = [chat_ask(body, self.node.intake.model.max_model_len)]
+            wanted = self._wanted(body, body.logprobs)
+        shape = ChatShape(self.node.intake.tokenizer, wanted)
         return self._answer(body, asks, shape, received_at)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Counts what is refused here, before the intake would. Who leaves is not refused."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, it is counted and goes on to the handlers
+            if not isinstance(error, Cancelled):
+                self.node.router.recorder.rejected(contract_error(error))
+            raise
 
     def _wanted(self, body: GenerationBody, logprobs: bool) -> Wanted:
         if body.stream and body.prompt_logprobs is not None:

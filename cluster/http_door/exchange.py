@@ -36,6 +36,13 @@ class Exchange:
         """The first request's, or empty."""
         return self.requests[0].request_id if self.requests else ""
 
+    @property
+    def about(self) -> dict[str, object] | None:
+        """What a log record about it carries: of several requests a list; None before there are."""
+        if len(self.requests) > 1:
+            return {"requests": [request.about for request in self.requests]}
+        return self.requests[0].about if self.requests else None
+
     async def begin(self, asks: Sequence[Ask], received_at: float) -> None:
         """Take all in, then submit all. Raises what the intake and the router refuse."""
         specs = [await self._prepare(ask) for ask in asks]

@@ -30,6 +30,9 @@ from kvferry.kv_cache.errors import one_line
 
 Json = dict[str, Any]
 
+OPENAI_REQUEST_ID_KEY = "x-request-id"
+"""The header in which OpenAI's client looks for what is REQUEST_ID_KEY in gRPC's metadata."""
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # What OpenAI calls these; the others have the name of their class.
 _CODES: Mapping[type[KVFerryError], str] = {
@@ -76,6 +79,11 @@ class NotJson(BadHttp):
     http_status = 415
 
 
+def contract_error(error: Exception) -> Exception:
+    """What counts it: one of HTTP alone is to the contract a request that is none."""
+    return InvalidRequest(str(error)) if isinstance(error, BadHttp) else error
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """How an error is told: status, body, headers."""
@@ -105,6 +113,7 @@ def failure(error: BaseException, request_id: str = "") -> Failure:
     headers = {ERROR_KEY: cls.__name__}
     if request_id:
         headers[REQUEST_ID_KEY] = request_id
+        headers[OPENAI_REQUEST_ID_KEY] = request_id
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         headers["retry-after"] = str(max(0, math.ceil(error.retry_after_s)))
         headers[RETRY_AFTER_KEY] = str(max(0, round(error.retry_after_s * 1000)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvferry.cluster.loadgen.measures import COMPLETED, Pass
+from kvferry.cluster.loadgen.goodput import COMPLETED
+from kvferry.cluster.loadgen.measures import Pass
 from kvferry.cluster.reports.common import Json, dist
 
 MAX_BINS = 120

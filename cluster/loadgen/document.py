@@ -7,8 +7,9 @@ from typing import Any
 
 from kvferry.cluster.bench_serve import arrangement_json
 from kvferry.cluster.loadgen.client_series import quantiles, series_json
+from kvferry.cluster.loadgen.goodput import COMPLETED
 from kvferry.cluster.loadgen.intervals import intervals_json
-from kvferry.cluster.loadgen.measures import COMPLETED, parts_json, request_row, results_json
+from kvferry.cluster.loadgen.measures import parts_json, request_row, results_json
 from kvferry.cluster.loadgen.plan import workload_json
 from kvferry.cluster.loadgen.run import Repeat, Run
 from kvferry.cluster.loadgen.server_series import server_json
@@ -36,12 +37,14 @@ FIELDS = (
 def document_fields(run: Run, generator: Mapping[str, Any]) -> Json:
     """Of a run, also one that was interrupted; ``generator`` is what is to be said of this process.
 
-    ``results``, ``parts`` and ``server`` are those of the median repeat.
+    ``results``, ``parts`` and ``server`` are those of the median repeat, intervals those of the
+    complete ones.
     """
     repeats = [repeat_json(repeat, run) for repeat in run.repeats]
     median = run.median
     chosen = repeats[run.repeats.index(median)] if median is not None else None
-    results = results_json(median.measured, run.slo) if median is not None else None
+    is_open = run.settings.is_open
+    results = results_json(median.measured, run.slo, is_open) if median is not None else None
     about = run.about
     return {
         "target": target_json(about) if about is not None else None,
@@ -50,7 +53,7 @@ def document_fields(run: Run, generator: Mapping[str, Any]) -> Json:
         ),
         "workload": workload_json(median.plan, run.settings) if median is not None else None,
         "results": results,
-        "intervals": intervals_json(repeats),
+        "intervals": intervals_json([each for each in repeats if each["is_complete"]]),
         "parts": chosen["parts"] if chosen is not None else None,
         "server": chosen["server"] if chosen is not None else None,
         "repeats": repeats,
@@ -81,7 +84,8 @@ def repeat_json(repeat: Repeat, run: Run) -> Json:
     measured = repeat.measured
     done = measured.of(COMPLETED)
     return {
-        **results_json(measured, run.slo),
+        **results_json(measured, run.slo, run.settings.is_open),
+        "is_complete": measured.is_complete,
         "parts": parts_json(measured),
         "server": server_json(repeat.series, measured),
         "fingerprint": repeat.plan.fingerprint,

@@ -13,20 +13,16 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.cluster.errors import DeadlineExceeded, StreamError
-from kvferry.cluster.loadgen.measures import (
-    BY_CHUNKS,
-    BY_IDS,
-    CANCELLED,
-    COMPLETED,
-    FAILED,
-    Pass,
-    Sample,
-)
+from kvferry.cluster.loadgen.goodput import CANCELLED, COMPLETED, FAILED
+from kvferry.cluster.loadgen.measures import BY_CHUNKS, BY_IDS, Pass, Sample
 from kvferry.cluster.loadgen.plan import Plan
 from kvferry.cluster.loadgen.sessions import IDS, Conversation, Session, Turn
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.loadgen.targets import Clock, Request, Target
 from kvferry.kv_cache.errors import KVFerryError
+
+NO_ANSWER = ("abort", "error", "cancelled", "unspecified")
+"""Reasons for which an answer ends that is no answer, by the names of servers in use."""
 
 
 @dataclass(slots=True)
@@ -45,12 +41,15 @@ class Driver:
     num_in_flight: int = 0
 
     async def run(self, plan: Plan) -> None:
-        """Until every session has ended."""
+        """Until every session has ended. Raises what is no failure of a request, as it is."""
         self.measured.started_at = self.clock()
-        if plan.offsets is None:
-            await self._closed_loop(plan)
-        else:
-            await self._open_loop(plan, plan.offsets)
+        try:
+            if plan.offsets is None:
+                await self._closed_loop(plan)
+            else:
+                await self._open_loop(plan, plan.offsets)
+        except BaseExceptionGroup as group:
+            raise _cause(group) from group
 
     async def _open_loop(self, plan: Plan, offsets: tuple[float, ...]) -> None:
         async with asyncio.TaskGroup() as group:
@@ -148,6 +147,14 @@ class Driver:
             sample.outcome, sample.error = FAILED, error
 
 
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The typed error in a group, or else the first one."""
+    leaves: list[BaseException] = []
+    for each in group.exceptions:
+        leaves.append(_cause(each) if isinstance(each, BaseExceptionGroup) else each)
+    return next((each for each in leaves if isinstance(each, KVFerryError)), leaves[0])
+
+
 def check_history(sample: Sample, form: str) -> bool:
     """Whether the next turn can hold this answer; a sample whose answer it cannot has failed."""
     if form != IDS or sample.receipt.counted_by == BY_IDS:
@@ -160,11 +167,16 @@ def check_history(sample: Sample, form: str) -> bool:
 
 
 def check_answer(sample: Sample, exact: bool) -> None:
-    """Raises StreamError if the answer is empty, or of another length than asked for.
+    """Raises StreamError if the answer is empty, was cut off, or is of another length than asked.
 
     Where only chunks came nothing is known of its length.
     """
-    got = sample.num_output_tokens
+    got, reason = sample.num_output_tokens, sample.receipt.finish_reason
+    if reason in (None, *NO_ANSWER):
+        raise StreamError(
+            f"the answer is none: its finish_reason is {reason}, after {got} tokens; wanted "
+            "stop, length or the like"
+        )
     if not sample.receipt.token_times:
         raise StreamError(f"the answer holds no token, wanted {sample.wanted_tokens}")
     if exact and sample.receipt.counted_by != BY_CHUNKS and got != sample.wanted_tokens:

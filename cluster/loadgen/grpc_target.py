@@ -89,6 +89,7 @@ def _note_end(event: pb.Finished, receipt: Receipt) -> None:
     receipt.prompt_tokens = usage.prompt_tokens
     receipt.cached_tokens = usage.cached_tokens
     receipt.completion_tokens = usage.completion_tokens
+    receipt.finish_reason = event.finish_reason or None
     names = [name for name in (*TTFT_PARTS, *GAP_PARTS) if name in timing.DESCRIPTOR.fields_by_name]
     receipt.server = ServerFacts(
         parts={name: getattr(timing, name) for name in names if timing.HasField(name)},

@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvferry.cluster.closed_loop import latencies_json
+from kvferry.cluster.loadgen.goodput import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    UNFINISHED,
+    Slo,
+    goodput_json,
+)
 from kvferry.cluster.reports.common import Json, dist
 from kvferry.cluster.reports.documents import error_json
 from kvferry.kv_cache.errors import KVFerryError
-
-COMPLETED, FAILED, CANCELLED, UNFINISHED = "completed", "failed", "cancelled", "unfinished"
-OUTCOMES = (COMPLETED, FAILED, CANCELLED, UNFINISHED)
 
 BY_IDS, BY_USAGE, BY_CHUNKS = "ids", "usage", "chunks"
 
@@ -56,6 +61,7 @@ class Receipt:
         prompt_tokens, cached_tokens, completion_tokens: by the server's count; None: not told.
         counted_by: ``ids`` (the server named every token), ``usage`` (it gave a total, and
             ``token_times`` may be those of chunks), or ``chunks`` (nothing but chunks).
+        finish_reason: why the answer ended, in the server's word; None: it did not say.
     """
 
     sent_at: float = -1.0
@@ -67,6 +73,7 @@ class Receipt:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     counted_by: str = BY_IDS
+    finish_reason: str | None = None
     server: ServerFacts | None = None
 
     @property
@@ -160,28 +167,13 @@ class Sample:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What a good request keeps to, in seconds; None: any."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-    def is_met_by(self, sample: Sample) -> bool:
-        """Whether a request completed within it. One without a second token has no TPOT."""
-        if sample.outcome != COMPLETED or sample.ttft_s is None:
-            return False
-        if self.ttft_s is not None and sample.ttft_s > self.ttft_s:
-            return False
-        return self.tpot_s is None or sample.tpot_s is None or sample.tpot_s <= self.tpot_s
-
-
 @dataclass(slots=True)
 class Pass:
     """One repeat: its samples in the order in which they were sent.
 
     ``started_at``: the clock's reading at offset 0; ``cpu_s``: of the servers, if known;
-    ``generator_cpu_s``: of this process.
+    ``generator_cpu_s``: of this process; ``is_complete``: the whole plan was sent, and measured to
+    its end.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -189,6 +181,7 @@ class Pass:
     cpu_s: float | None = None
     generator_cpu_s: float = 0.0
     num_skipped: int = 0
+    is_complete: bool = False
 
     @property
     def counted(self) -> list[Sample]:
@@ -219,20 +212,22 @@ class Pass:
         return sum(sample.num_output_tokens for sample in self.of(COMPLETED))
 
     @property
+    def received_tokens(self) -> int:
+        """Received by all requests, whatever became of them: what the CPU time was spent on."""
+        return sum(sample.num_output_tokens for sample in self.samples)
+
+    @property
     def output_tokens_per_s(self) -> float:
         """Over the duration."""
         return self.output_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
 
-def results_json(measured: Pass, slo: Slo | None) -> Json:
-    """The figures of one repeat, those of ``bench serve`` and more."""
+def results_json(measured: Pass, slo: Slo | None, is_open: bool = False) -> Json:
+    """The figures of one repeat, those of ``bench serve`` and more; ``is_open``: see goodput."""
     done, duration = measured.of(COMPLETED), measured.duration_s
     failed, tokens = measured.of(FAILED), measured.output_tokens
-    good = sum(slo.is_met_by(sample) for sample in done) if slo is not None else None
-    tried = len(done) + len(failed)
-
-    def per_second(count: float | None) -> float | None:
-        return count / duration if count is not None and duration > 0 else None
+    received = measured.received_tokens
+    rows = [request_row(sample, measured.started_at) for sample in measured.samples]
 
     return {
         "completed": len(done),
@@ -247,19 +242,21 @@ def results_json(measured: Pass, slo: Slo | None) -> Json:
         "prompt_tokens": sum(s.receipt.prompt_tokens or s.prompt_tokens for s in done),
         "cached_tokens": _sum([s.receipt.cached_tokens for s in done]),
         "output_tokens": tokens,
+        "received_tokens": received,
         "output_tokens_per_s": measured.output_tokens_per_s,
-        "requests_per_s": per_second(len(done)),
+        "requests_per_s": len(done) / duration if duration > 0 else None,
         **latencies_json(done),
         "tpot_s": dist([s.tpot_s for s in done if s.tpot_s is not None]),
         "cpu_s_per_output_token": (
-            measured.cpu_s / tokens if measured.cpu_s is not None and tokens else None
+            measured.cpu_s / received if measured.cpu_s is not None and received else None
         ),
         "schedule_lag_s": dist([s.lag_s for s in measured.counted if s.receipt.was_sent]),
-        "goodput_per_s": per_second(good),
         "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s} if slo is not None else None,
-        "slo_fraction": good / tried if good is not None and tried else None,
+        **goodput_json(rows, slo, is_open, duration),
         "tokens_counted_by": dict(Counter(s.receipt.counted_by for s in done)),
-        "generator_cpu_s_per_output_token": (measured.generator_cpu_s / tokens if tokens else None),
+        "generator_cpu_s_per_output_token": (
+            measured.generator_cpu_s / received if received else None
+        ),
     }
 
 

@@ -14,7 +14,7 @@ from kvferry.cluster.loadgen import prompt_files
 from kvferry.cluster.loadgen.arrivals import OpenLoop, TraceTimes, closed_starts
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.lengths import parse_lengths
-from kvferry.cluster.loadgen.sessions import Session, Turn, fingerprint
+from kvferry.cluster.loadgen.sessions import Session, Turn, check_form, fingerprint
 from kvferry.cluster.loadgen.settings import AGENTS, PROMPTS, TRACE, Settings
 from kvferry.cluster.loadgen.traces import Trace, TraceRow, read_trace
 from kvferry.cluster.loadgen.workloads import Cancels, Source, Synthetic
@@ -53,6 +53,8 @@ def make_plan(settings: Settings, repeat: int, vocab_size: int) -> Plan:
     """The plan of one repeat; ``settings`` are resolved. Raises BadLoad."""
     source = Source(settings.seed, repeat, vocab_size)
     sessions, times = _sessions(settings, source)
+    for session in sessions:
+        check_form(session, settings.send)
     if not settings.is_open:
         starts = closed_starts(settings.clients, settings.ramp)
         return Plan(tuple(sessions), None, tuple(starts))

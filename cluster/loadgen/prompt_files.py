@@ -38,6 +38,10 @@ def read_prompts(path: Path) -> list[Json]:
         try:
             row = json.loads(line)
             turns_of(row)
+            tools_of(row)
+            output_tokens_of(row)
+        except BadShape as error:
+            raise BadLoad(f"prompts {path}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise BadLoad(
                 f"prompts {path}, line {number}: {line!r:.60} is in no known shape, "
@@ -47,6 +51,10 @@ def read_prompts(path: Path) -> list[Json]:
     if not found:
         raise BadLoad(f"prompts {path}: holds no prompt")
     return found
+
+
+class BadShape(ValueError):
+    """A line's field is of another kind than it should be; the words name it."""
 
 
 def turns_of(row: Json) -> list[str]:
@@ -74,11 +82,24 @@ def _text(value: Any) -> str:
 
 
 def tools_of(row: Json) -> tuple[Json, ...]:
-    """Tool definitions as OpenAI writes them."""
-    tools: Sequence[Json] = row.get("tools") or row.get("function") or ()
+    """Tool definitions as OpenAI writes them. Raises BadShape."""
+    name = "tools" if row.get("tools") else "function"
+    tools: Sequence[Json] = row.get(name) or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(each, dict) for each in tools):
+        raise BadShape(f"{name}: got {tools!r:.60}, wanted a list of objects")
     return tuple(
         tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
     )
+
+
+def output_tokens_of(row: Json) -> int | None:
+    """The length that the line asks for; None: it does not say. Raises BadShape."""
+    found = row.get("output_tokens")
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise BadShape(f"output_tokens: got {found!r:.60}, wanted a number of at least 1")
+    return found
 
 
 def sessions(
@@ -99,7 +120,7 @@ def sessions(
         turns = tuple(
             Turn(
                 text=text,
-                output_tokens=int(row.get("output_tokens") or output_tokens.draw(rng)),
+                output_tokens=output_tokens_of(row) or output_tokens.draw(rng),
                 think_s=think_s if place else 0.0,
                 cancel_after_s=cancels.draw(rng),
             )

@@ -12,14 +12,17 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.cluster.bench_cpu import CpuMeter
 from kvferry.cluster.errors import Internal
 from kvferry.cluster.loadgen.drive import Driver
-from kvferry.cluster.loadgen.measures import FAILED, Pass, Slo
+from kvferry.cluster.loadgen.errors import BadLoad
+from kvferry.cluster.loadgen.goodput import FAILED, Slo
+from kvferry.cluster.loadgen.measures import Pass
 from kvferry.cluster.loadgen.plan import Plan, check_fits, make_plan, warm_up_plan
 from kvferry.cluster.loadgen.server_series import ServerSeries
+from kvferry.cluster.loadgen.sessions import IDS
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.loadgen.targets import About, Clock, Target
 from kvferry.kv_cache.errors import KVFerryError
@@ -43,7 +46,7 @@ class Repeat:
 
 @dataclass(slots=True)
 class Run:
-    """All that has been measured so far; ``settings`` are resolved."""
+    """All that has been measured so far; ``settings`` are resolved, the vocabulary once known."""
 
     settings: Settings
     about: About | None = None
@@ -56,9 +59,19 @@ class Run:
         return None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s)
 
     @property
+    def complete(self) -> list[Repeat]:
+        """The repeats that were measured to their end."""
+        return [repeat for repeat in self.repeats if repeat.measured.is_complete]
+
+    @property
     def median(self) -> Repeat | None:
-        """The repeat of median throughput (of an even number, the slower of the middle two)."""
-        ordered = sorted(self.repeats, key=lambda repeat: repeat.measured.output_tokens_per_s)
+        """The complete repeat of median throughput (of an even number, the slower of the two).
+
+        Where there is none, the one that was interrupted, if it had begun.
+        """
+        ordered = sorted(
+            self.complete or self.repeats, key=lambda each: each.measured.output_tokens_per_s
+        )
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
     @property
@@ -86,7 +99,9 @@ async def run_load(
     settings = run.settings
     async with open_target() as target:
         about = run.about = await target.about()
-        vocab_size = settings.vocab_size or about.vocab_size or DEFAULT_VOCAB_SIZE
+        vocab_size = _vocab_size(settings, about)
+        # Written down, or another target would get other tokens from the same settings.
+        settings = run.settings = replace(settings, vocab_size=vocab_size)
         plans = [make_plan(settings, number, vocab_size) for number in range(settings.repeats)]
         if about.max_model_len is not None:
             for plan in plans:
@@ -101,6 +116,19 @@ async def run_load(
             repeat = Repeat(plan, driver.measured, ServerSeries())
             run.repeats.append(repeat)
             await _measure(driver, repeat, number, about, on_progress)
+            repeat.measured.is_complete = True
+
+
+def _vocab_size(settings: Settings, about: About) -> int:
+    """What made-up ids stay below. Raises BadLoad where the model does not have so many."""
+    known = about.vocab_size
+    wanted = settings.vocab_size or known or DEFAULT_VOCAB_SIZE
+    if known is not None and wanted > known and settings.send == IDS:
+        raise BadLoad(
+            f"vocab_size: got {wanted}, and {about.model} knows {known} tokens; wanted at most "
+            "as many"
+        )
+    return wanted
 
 
 async def _measure(

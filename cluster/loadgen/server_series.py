@@ -1,14 +1,15 @@
 """What the cluster said of itself while it was under load: a small series, and totals. Pure.
 
 Statuses go in, with the moments at which they came. Counters belong to a worker's epoch: one that
-was restarted began anew, and what its predecessor had counted since the last look is not known.
+was restarted began anew, and what its predecessor had counted since the last look is not known. Of
+a worker that is lost, or only starts, a status says nothing but that: its zeros are no figures, and
+what was last known of its counters stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from kvferry.cluster.loadgen.measures import Pass
 from kvferry.cluster.reports.common import Json
@@ -51,26 +52,24 @@ def server_json(series: ServerSeries, measured: Pass) -> Json | None:
         return None
     return {
         "series": _rows(series, measured),
-        "totals": {**_totals(series.statuses), **_of_requests(measured)},
+        "totals": {**_growth(series.statuses)[-1], **_of_requests(measured)},
         "num_missed": series.num_missed,
     }
 
 
 def _rows(series: ServerSeries, measured: Pass) -> list[Json]:
     """At most ``MAX_ROWS``, evenly chosen, the first and last ones among them."""
+    totals = _growth(series.statuses)
     count = len(series.statuses)
-    chosen = range(count)
+    chosen = set(range(count))
     if count > MAX_ROWS:
-        chosen_set = {round(at * (count - 1) / (MAX_ROWS - 1)) for at in range(MAX_ROWS)}
-        return [_row(series, measured, at) for at in sorted(chosen_set)]
-    return [_row(series, measured, at) for at in chosen]
+        chosen = {round(at * (count - 1) / (MAX_ROWS - 1)) for at in range(MAX_ROWS)}
+    return [_row(series, measured, at, totals[at]) for at in sorted(chosen)]
 
 
-def _row(series: ServerSeries, measured: Pass, at: int) -> Json:
+def _row(series: ServerSeries, measured: Pass, at: int, totals: Mapping[str, int]) -> Json:
     moment, status = series.moments[at], series.statuses[at]
-    first = series.statuses[0]
-    workers = status.workers
-    totals = _totals([first, status])
+    workers = _known(status)
     ended = [
         sample.receipt.server
         for sample in measured.samples
@@ -102,19 +101,52 @@ def _row(series: ServerSeries, measured: Pass, at: int) -> Json:
     }
 
 
-def _totals(statuses: Sequence[pb.StatusResponse]) -> dict[str, int]:
-    """Growth of every counter from the first status to the last one, over all workers."""
-    totals = dict.fromkeys((*_CACHE_COUNTERS, *_REQUEST_COUNTERS), 0)
-    for earlier, later in pairwise(statuses):
-        before = {(w.worker.worker_id, w.worker.epoch): w.cache for w in earlier.workers}
-        for worker in later.workers:
-            was = before.get((worker.worker.worker_id, worker.worker.epoch), pb.CacheCounters())
+def _known(status: pb.StatusResponse) -> list[pb.WorkerStatus]:
+    """The workers of which it says more than that they are there, or were."""
+    return [each for each in status.workers if each.worker.state not in ("lost", "starting")]
+
+
+def _growth(statuses: Sequence[pb.StatusResponse]) -> list[dict[str, int]]:
+    """Growth of every counter from the first status to each, over all workers. It never falls."""
+    first = statuses[0]
+    was_there = {_life(each) for each in first.workers if each.worker.state != "starting"}
+    baselines: dict[tuple[str, int], pb.CacheCounters] = {}
+    most: dict[tuple[tuple[str, int], str], int] = {}
+    of_requests = dict.fromkeys(_REQUEST_COUNTERS, 0)
+    found = []
+    for number, status in enumerate(statuses):
+        for worker in _known(status):
+            life = _life(worker)
+            if life not in baselines:  # one that came later counted from nothing
+                baselines[life] = worker.cache if life in was_there else pb.CacheCounters()
             for name in _CACHE_COUNTERS:
-                totals[name] += getattr(worker.cache, name) - getattr(was, name)
-        for name in _REQUEST_COUNTERS:
-            now, then = getattr(later.counters, name), getattr(earlier.counters, name)
-            totals[name] += now - then if now >= then else now
-    return totals
+                grown = getattr(worker.cache, name) - getattr(baselines[life], name)
+                most[life, name] = max(grown, most.get((life, name), 0))
+        if number:
+            _add_requests(of_requests, statuses[number - 1], status)
+        totals = dict.fromkeys(_CACHE_COUNTERS, 0)
+        for (_, name), grown in most.items():
+            totals[name] += grown
+        found.append({**totals, **of_requests})
+    return found
+
+
+def _life(worker: pb.WorkerStatus) -> tuple[str, int]:
+    return worker.worker.worker_id, worker.worker.epoch
+
+
+def _add_requests(
+    totals: dict[str, int], earlier: pb.StatusResponse, later: pb.StatusResponse
+) -> None:
+    """The router's counters, which begin anew with it; what they fall by otherwise is no news.
+
+    ``stale_refused`` is a sum over live workers, and falls when one dies.
+    """
+    lives = [{(each.router_id, each.epoch) for each in s.routers} for s in (earlier, later)]
+    for name in _REQUEST_COUNTERS:
+        now, then = getattr(later.counters, name), getattr(earlier.counters, name)
+        begun_anew = now < then and lives[0] != lives[1] and name != "stale_refused"
+        totals[name] += now if begun_anew else max(0, now - then)
 
 
 def _of_requests(measured: Pass) -> dict[str, int]:

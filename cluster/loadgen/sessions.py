@@ -78,6 +78,14 @@ class Session:
         return len(self.opening) + said
 
 
+def check_form(session: Session, form: str) -> None:
+    """Raises BadLoad if the session's prompts cannot be sent in this form."""
+    if form not in FORMS:
+        raise BadLoad(f"send: got {form!r}, wanted {', '.join(FORMS)}")
+    if form == IDS and session.is_text:
+        raise BadLoad("send: got ids, but the prompts are texts; wanted text or chat")
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt in one of three forms; the other two are None."""
@@ -99,12 +107,9 @@ class Conversation:
     _messages: list[Mapping[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise BadLoad(f"send: got {self.form!r}, wanted {', '.join(FORMS)}")
+        check_form(self.session, self.form)
         opening, tools = self.session.opening, self.session.tools
         if self.form == IDS:
-            if self.session.is_text:
-                raise BadLoad("send: got ids, but the prompts are texts; wanted text or chat")
             self._ids.extend(opening)
         elif self.form == TEXT:
             said = "".join(json.dumps(tool) + "\n" for tool in tools) or words(opening)

@@ -213,7 +213,7 @@ class Settings:
     @property
     def is_open(self) -> bool:
         """Whether requests come at their times, and not when others have ended."""
-        return self.rate is not None or (self.workload == TRACE and self.concurrency is None)
+        return is_open_loop(self.to_json())
 
     @property
     def clients(self) -> int:
@@ -232,3 +232,10 @@ class Settings:
         if unknown:
             raise BadLoad(f"config: unknown setting {unknown[0]!r}")
         return cls(**config)
+
+
+def is_open_loop(config: Mapping[str, Any]) -> bool:
+    """Whether requests come at their times, by the ``config`` of a document of any age."""
+    if config.get("rate") is not None:
+        return True
+    return config.get("workload") == TRACE and config.get("concurrency") is None

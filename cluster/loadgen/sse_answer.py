@@ -9,7 +9,7 @@ tokens are in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,17 +58,25 @@ class AnswerReader:
             raise StreamError(f"an event is no object: {data[:200]!r}")
         if event.get("error"):
             raise error_of(event, 500)
-        for choice in event.get("choices") or ():
-            self._take_choice(choice, now)
-        if event.get("usage"):
-            self._take_usage(event["usage"])
+        try:
+            for choice in event.get("choices") or ():
+                self._take_choice(choice, now)
+            if event.get("usage"):
+                self._take_usage(event["usage"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StreamError(f"an event has another shape: {data[:200]!r} ({error})") from error
 
     def _take_choice(self, choice: Mapping[str, Any], now: float) -> None:
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
         ids = choice.get("token_ids")
+        finish = choice.get("finish_reason")
+        if finish is not None:
+            self.receipt.finish_reason = str(finish)
         if not text and not ids:
             return  # a role, or the reason of the end
+        if not isinstance(text, str) or not _are_numbers(ids or ()):
+            raise TypeError("text that is none, or token ids that are no numbers")
         receipt = self.receipt
         self._num_chunks += 1
         self._num_with_ids += ids is not None
@@ -78,10 +86,12 @@ class AnswerReader:
 
     def _take_usage(self, usage: Mapping[str, Any]) -> None:
         receipt = self.receipt
-        receipt.prompt_tokens = usage.get("prompt_tokens")
-        receipt.completion_tokens = usage.get("completion_tokens")
         details = usage.get("prompt_tokens_details") or {}
-        receipt.cached_tokens = details.get("cached_tokens")
+        counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        counts.append(details.get("cached_tokens"))
+        if not _are_numbers(count for count in counts if count is not None):
+            raise TypeError("counts that are no numbers")
+        receipt.prompt_tokens, receipt.completion_tokens, receipt.cached_tokens = counts
 
     def end(self) -> None:
         """The connection has no more. Raises StreamError if the answer broke off or miscounted."""
@@ -99,6 +109,10 @@ class AnswerReader:
         else:
             receipt.counted_by = BY_USAGE if has_usage else BY_CHUNKS
             receipt.token_ids.clear()  # some, at most
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(each, int) and not isinstance(each, bool) for each in values)
 
 
 def error_of(body: Any, status: int, retry_after: str | None = None) -> KVFerryError:

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,24 @@ def _bailian(rows: Iterable[Row]) -> Iterator[TraceRow]:
 
 def _azure(rows: Iterable[Row]) -> Iterator[TraceRow]:
     for row in rows:
-        # Tenths of microseconds are one digit more than Python reads.
-        whole, _, fraction = row["TIMESTAMP"].partition(".")
-        moment = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
         yield TraceRow(
-            at_s=moment + float(f"0.{fraction or 0}"),
+            at_s=_moment(row["TIMESTAMP"]),
             input_tokens=int(row["ContextTokens"]),
             output_tokens=int(row["GeneratedTokens"]),
         )
+
+
+_MOMENT = re.compile(r"(.*?)(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})?", re.DOTALL)
+
+
+def _moment(text: str) -> float:
+    """Seconds of the epoch; without an offset from UTC it is UTC. Raises ValueError.
+
+    Tenths of microseconds, which the traces of 2023 have, are one digit more than Python reads.
+    """
+    whole, fraction, offset = _MOMENT.fullmatch(text.strip()).groups()  # type: ignore[union-attr]
+    moment = datetime.fromisoformat(whole + (offset or "Z"))
+    return moment.timestamp() + float(fraction or 0)
 
 
 def _burstgpt(rows: Iterable[Row]) -> Iterator[TraceRow]:

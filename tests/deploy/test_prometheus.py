@@ -29,6 +29,8 @@ def test_an_alert_asks_for_exported_series_and_says_what_it_is(rule: dict[str, A
     available: set[str] = set()
     for name in metrics_of(rule["expr"]):
         available |= labels_of(name) or set()
+    for kept in re.findall(r"by \(([^)]*)\)", rule["expr"]):  # what is added up is gone
+        available &= {name.strip() for name in kept.split(",")}
     shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
     assert shown <= available
 

@@ -84,6 +84,7 @@ class FakeTarget:
                 receipt.token_times.append(self.clock())
                 receipt.token_ids.append(100 + place)
             receipt.completion_tokens = request.output_tokens
+            receipt.finish_reason = "length"
             receipt.ended_at = self.clock()
         finally:
             self.in_flight -= 1

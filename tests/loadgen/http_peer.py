@@ -21,6 +21,7 @@ class HttpPeer:
         gives_ids: chunks carry token ids where they were asked for.
         gives_usage: the last chunk tells the usage where it was asked for.
         per_chunk: tokens in one chunk.
+        finish_reason: why answers end; None: they do not say.
         trouble: prompts (or first messages) that do not end well: a status to refuse with,
             ``break`` after the first chunk, an ``error`` event then, or ``hold``.
     """
@@ -30,6 +31,7 @@ class HttpPeer:
     ) -> None:
         self.gives_ids, self.gives_usage, self.per_chunk = gives_ids, gives_usage, per_chunk
         self.trouble: dict[str, int | str] = {}
+        self.finish_reason: str | None = "length"
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
         self.holding, self.left = threading.Event(), threading.Event()
@@ -88,7 +90,9 @@ class HttpPeer:
                 await asyncio.Event().wait()
             if trouble is not None:
                 return
-        await event({"choices": [{"text": "", "delta": {}, "finish_reason": "length"}]})
+        if self.finish_reason is not None:
+            ending = {"text": "", "delta": {}, "finish_reason": self.finish_reason}
+            await event({"choices": [ending]})
         if self.gives_usage and body.get("stream_options", {}).get("include_usage"):
             await event(
                 {

@@ -169,6 +169,7 @@ class HttpDoor:
                 choice["token_ids"] = [number]
             event(json.dumps({"object": "text_completion", "choices": [choice]}))
             await writer.drain()
+        event(json.dumps({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
         used = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
         event(json.dumps({"choices": [], "usage": used}))
         event("[DONE]")

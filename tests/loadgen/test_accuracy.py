@@ -9,9 +9,10 @@ import asyncio
 
 import pytest
 
+from kvferry.cluster.loadgen.goodput import COMPLETED
 from kvferry.cluster.loadgen.grpc_target import GrpcTarget
 from kvferry.cluster.loadgen.http_target import HttpTarget
-from kvferry.cluster.loadgen.measures import COMPLETED, Pass, Receipt, Sample
+from kvferry.cluster.loadgen.measures import Pass, Receipt, Sample
 from kvferry.cluster.loadgen.run import Run, run_load
 from kvferry.cluster.loadgen.settings import Settings
 from tests.loadgen.accuracy import Comparison, compare, delays, lateness, stub

@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 
 from kvferry.cluster.cli import main
+from kvferry.cluster.cli.loadgen_flags import again
 from kvferry.cluster.errors import Overloaded
+from kvferry.cluster.loadgen.grpc_target import GrpcTarget
+from kvferry.cluster.loadgen.measures import Receipt
+from kvferry.cluster.loadgen.settings import Settings
+from kvferry.cluster.loadgen.targets import Request
 from tests.cluster import documents
 from tests.cluster.fake_server import HOLD, FakeServer, accepted
+from tests.loadgen.http_peer import HttpPeer
 
 DATA = Path(__file__).parent / "data"
 SMALL = ["--input-tokens", "5", "--output-tokens", "4", "--num-requests", "6"]
@@ -74,6 +80,71 @@ def test_a_document_holds_all_that_is_needed_to_repeat_the_run(
     assert other["workload"]["fingerprint"] != earlier["workload"]["fingerprint"]
 
 
+def test_a_peer_s_run_is_sent_again_to_a_cluster_and_back(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The pair of commands in docs/loadgen.md."""
+    path = tmp_path / "peer.json"
+    with HttpPeer() as peer:
+        argv = ["loadgen", "run", "--json", *SMALL, "--vocab-size", "90"]
+        more = ["--url", peer.url, "--rate", "100", "--body", '{"x": 1}', "--model", "peer"]
+        assert main([*argv, *more]) == 0
+        earlier = documents.parse(capsys.readouterr().out)
+        path.write_text(json.dumps(earlier))
+        assert earlier["target"]["kind"] == "openai"
+        num_sent = len(peer.requests)
+        command = ["loadgen", "run", "--json", "--again", str(path)]
+        assert main([*command, "--endpoint", server.endpoint]) == 0
+        again = documents.parse(capsys.readouterr().out)
+        assert len(peer.requests) == num_sent
+        assert again["target"]["kind"] == "kvferry"
+        assert again["workload"]["fingerprint"] == earlier["workload"]["fingerprint"]
+        sent = sorted(tuple(request.token_ids.ids) for request in server.requests)
+        assert sent == sorted(tuple(body["prompt"]) for _, body in peer.requests)
+        path.write_text(json.dumps(again))
+        assert main([*command, "--url", peer.url]) == 0
+        back = documents.parse(capsys.readouterr().out)
+        assert back["target"]["kind"] == "openai"
+        assert back["workload"]["fingerprint"] == earlier["workload"]["fingerprint"]
+
+
+def test_the_vocabulary_that_was_drawn_from_is_written_down(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["loadgen", "run", "--json", *SMALL]) == 0
+    assert documents.parse(capsys.readouterr().out)["config"]["vocab_size"] == 100
+
+
+OPEN = {"rate": 3.0, "arrival": "gamma", "burstiness": 0.5, "on": 1.0, "off": 2.0}
+TRACE = {"workload": "trace", "trace": "x.csv"}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "given", "changed"),
+    [
+        (OPEN, {"concurrency": 4}, {"rate": None, "arrival": None, "burstiness": None}),
+        ({"concurrency": 4}, {"rate": 2.0}, {"concurrency": None, "arrival": "poisson"}),
+        (OPEN, {"rate": 2.0}, {"rate": 2.0, "burstiness": 0.5, "on": 1.0}),
+        (OPEN, {"arrival": "poisson"}, {"rate": 3.0, "burstiness": None}),
+        ({**TRACE, "stretch": 4.0, "grid": 3.0}, {"rate": 2.0}, {"stretch": 1.0, "grid": 0.0}),
+        ({**TRACE, "rate": 2.0}, {"stretch": 4.0}, {"rate": None, "stretch": 4.0}),
+        ({"input_tokens": "9"}, {"workload": "sessions"}, {"input_tokens": "64"}),
+        ({}, {"trace": "x.csv"}, {"workload": "trace", "input_tokens": None}),
+        ({"url": "http://x", "body": {"a": 1}}, {"endpoint": "h:1"}, {"url": None, "body": None}),
+        ({"url": "http://x", "body": {"a": 1}}, {"url": "http://y"}, {"body": {"a": 1}}),
+        ({"endpoint": "h:1", "model": "m"}, {"url": "http://y"}, {"model": None}),
+        ({"endpoint": "h:1", "model": "m"}, {"endpoint": "h:2"}, {"model": "m"}),
+    ],
+)
+def test_what_is_given_again_takes_the_place_of_what_it_excludes(
+    earlier: dict[str, object], given: dict[str, object], changed: dict[str, object]
+) -> None:
+    before = Settings(**earlier).resolved()  # type: ignore[arg-type]
+    found = again(before, given).resolved().to_json()
+    assert changed.items() <= found.items()
+    assert given.items() <= found.items()
+
+
 def test_a_trace_is_replayed_at_its_times(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +199,38 @@ def test_failures_are_reported_with_their_document(
     assert "failed: 1 Overloaded; the first: full" in capsys.readouterr().out
 
 
+def test_words_of_a_server_that_look_like_markup_are_shown_as_they_are(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.scripts["Say yes."] = [accepted(), Overloaded("full of [/INST] and [bold]")]
+    argv = ["loadgen", "run", "--prompts", str(DATA / "prompts.jsonl"), "--warm-up", "0"]
+    assert main(argv) == 1
+    assert "the first: full of [/INST] and [bold]" in capsys.readouterr().out
+
+
+def test_a_fault_of_our_own_shows_what_was_measured(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = GrpcTarget.send
+    sent = []
+
+    async def odd(self: GrpcTarget, request: Request, receipt: Receipt) -> None:
+        sent.append(request)
+        if len(sent) == 9:
+            raise ZeroDivisionError("odd")
+        await send(self, request, receipt)
+
+    monkeypatch.setattr(GrpcTarget, "send", odd)
+    argv = ["loadgen", "run", "--json", *SMALL, "--repeats", "2", "--concurrency", "1"]
+    assert main([*argv, "--warm-up", "0"]) == 1
+    document = documents.parse(capsys.readouterr().out)
+    assert document["error"]["message"] == "odd"
+    assert [repeat["completed"] for repeat in document["repeats"]] == [6, 2]
+    assert [repeat["is_complete"] for repeat in document["repeats"]] == [True, False]
+    assert document["results"]["completed"] == 6
+    assert document["intervals"] is None
+
+
 def test_a_faster_event_loop_is_used_where_there_is_one(
     server: FakeServer,
     capsys: pytest.CaptureFixture[str],
@@ -160,6 +263,9 @@ def test_a_faster_event_loop_is_used_where_there_is_one(
         (["--slo", "speed=1"], "wanted ttft=S,tpot=S"),
         (["--rate", "0"], "rate: got 0"),
         (["--again", "no-such-file"], "no document of loadgen run"),
+        (["--url", "http://127.0.0.1:1", "--endpoint", "127.0.0.1:1"], "got endpoint and url"),
+        (["--prompts", str(DATA / "prompts.jsonl"), "--send", "ids"], "send: got ids"),
+        (["--vocab-size", "101"], "vocab_size: got 101, and tiny knows 100 tokens"),
         (["--input-tokens", "900"], "the model takes 64 together"),
     ],
 )
@@ -194,4 +300,5 @@ def test_an_interrupted_run_says_what_it_has_measured(server: FakeServer) -> Non
     assert document["error"]["type"] == "Cancelled"
     assert document["results"]["completed"] == 2
     assert document["results"]["unfinished"] == 1
+    assert [repeat["is_complete"] for repeat in document["repeats"]] == [False]
     assert server.left.wait(30)  # the request that was on its way is cancelled at the server

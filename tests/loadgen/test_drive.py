@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.cluster.errors import DeadlineExceeded, Overloaded, StreamError, WorkerLost
+from kvferry.cluster.loadgen.document import document_fields
 from kvferry.cluster.loadgen.drive import Driver
 from kvferry.cluster.loadgen.errors import BadLoad
-from kvferry.cluster.loadgen.measures import CANCELLED, COMPLETED, FAILED, Pass, Slo, results_json
+from kvferry.cluster.loadgen.goodput import CANCELLED, COMPLETED, FAILED, Slo
+from kvferry.cluster.loadgen.measures import Pass, results_json
 from kvferry.cluster.loadgen.plan import make_plan
 from kvferry.cluster.loadgen.run import Run, run_load
-from kvferry.cluster.loadgen.server_series import ServerSeries, server_json
 from kvferry.cluster.loadgen.settings import Settings
-from kvferry.protos import kvferry_pb2 as pb
-from tests.cluster.fake_server import status_response
 from tests.loadgen.fakes import FakeTarget, FakeTime
 
 SMALL = Settings(input_tokens="3", output_tokens="4", num_requests=6, concurrency=2)
@@ -164,6 +163,52 @@ def test_an_answer_of_another_length_is_a_failure_where_the_length_was_to_be_exa
     assert measured.failures == []
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_an_answer_that_was_cut_off_is_a_failure_also_where_its_length_was_free(
+    reason: str | None,
+) -> None:
+    class Aborted(FakeTarget):
+        async def send(self, request, receipt):  # type: ignore[no-untyped-def]
+            await super().send(request, receipt)
+            receipt.finish_reason = reason
+
+    time = FakeTime()
+    relaxed = Settings(input_tokens="3", output_tokens="4", num_requests=2, ignore_eos=False)
+    measured, _ = driven(relaxed, time, Aborted(time))
+    assert [sample.outcome for sample in measured.samples] == [FAILED, FAILED]
+    assert f"its finish_reason is {reason}, after 4 tokens" in str(measured.failures[0])
+
+
+@pytest.mark.parametrize("loop", [{"rate": 10.0}, {"concurrency": 2}])
+def test_what_no_request_can_fail_of_is_raised_as_it_is(loop: dict[str, float]) -> None:
+    class Odd(FakeTarget):
+        async def send(self, request, receipt):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError("odd")
+
+    time = FakeTime()
+    with pytest.raises(ZeroDivisionError, match="odd"):
+        driven(Settings(input_tokens="3", num_requests=3, **loop), time, Odd(time))  # type: ignore[arg-type]
+
+
+def test_cpu_time_is_shared_among_all_tokens_that_came() -> None:
+    time = FakeTime()
+    lost = FakeTarget(time, fail=lambda number: WorkerLost("gone") if number == 9 else None)
+    settings = Settings(
+        input_tokens="3",
+        output_tokens="4",
+        num_requests=10,
+        rate=10.0,
+        arrival="constant",
+        ramp=0.5,
+    )
+    measured, _ = driven(settings, time, lost)
+    measured.cpu_s, measured.generator_cpu_s = 7.2, 3.6
+    results = results_json(measured, None)
+    assert (results["output_tokens"], results["received_tokens"]) == (6 * 4, 9 * 4)
+    assert results["cpu_s_per_output_token"] == pytest.approx(0.2)
+    assert results["generator_cpu_s_per_output_token"] == pytest.approx(0.1)
+
+
 def run_with(settings: Settings, target: FakeTarget, time: FakeTime) -> Run:
     run = Run(settings.resolved())
     time.run(run_load(run, lambda: target, clock=time))
@@ -183,6 +228,37 @@ def test_a_run_warms_up_and_repeats_with_other_tokens() -> None:
     assert run.error is None
 
 
+def test_a_repeat_that_broke_off_is_no_result_while_another_is_whole() -> None:
+    class Interrupted(FakeTarget):
+        async def send(self, request, receipt):  # type: ignore[no-untyped-def]
+            if len(self.requests) == self.at:
+                raise KeyboardInterrupt
+            await super().send(request, receipt)
+
+        at = 0
+
+    for at, completed in ((4, 4), (6, 6), (7, 6), (12, 6), (17, 6), (0, 0)):
+        time = FakeTime()
+        target = Interrupted(time)
+        target.at = at
+        settings = Settings(
+            input_tokens="3", output_tokens="4", num_requests=6, concurrency=1, repeats=3, warm_up=0
+        )
+        run = Run(settings.resolved())
+        with pytest.raises(KeyboardInterrupt):
+            time.run(run_load(run, lambda target=target: target, clock=time))  # type: ignore[misc]
+        assert [each.measured.is_complete for each in run.repeats] == [
+            *([True] * (at // 6)),
+            False,
+        ]
+        fields = document_fields(run, {"event_loop": "asyncio"})
+        assert fields["results"]["completed"] == completed
+        intervals = fields["intervals"]
+        assert (intervals is None) == (at < 12)
+        if intervals is not None:
+            assert intervals["output_tokens_per_s"]["n"] == 2
+
+
 def test_what_fails_in_the_warm_up_ends_the_run() -> None:
     time = FakeTime()
     with pytest.raises(WorkerLost):
@@ -195,48 +271,6 @@ def test_a_session_that_cannot_fit_is_named_before_anything_is_sent() -> None:
     with pytest.raises(BadLoad, match=r"session 0: 7 tokens.*takes 6"):
         run_with(SMALL, target, time)
     assert target.requests == []
-
-
-def statuses(count: int) -> list[pb.StatusResponse]:
-    found = []
-    for number in range(count):
-        status = status_response()
-        for worker in status.workers:
-            worker.num_running = number
-            worker.kv.usage = number / 10
-            worker.cache.queried_tokens = 100 * number
-            worker.cache.hit_tokens_local = 10 * number
-            worker.cache.preemptions_recompute = number
-        found.append(status)
-    return found
-
-
-def test_the_clusters_own_figures_are_gathered_between_two_looks() -> None:
-    time = FakeTime()
-    target = FakeTarget(time, statuses=statuses(50))
-    run = run_with(SMALL, target, time)
-    repeat = run.repeats[0]
-    server = server_json(repeat.series, repeat.measured)
-    assert server is not None
-    rows, looks = server["series"], len(repeat.series.statuses)
-    assert looks > 4
-    assert [row["num_running"] for row in rows] == [2 * number for number in range(looks)]
-    assert [row["preemptions"] for row in rows] == [2 * number for number in range(looks)]
-    assert rows[1]["kv_usage"] == {"prefill-0": 0.1, "decode-0": 0.1}
-    assert server["totals"]["queried_tokens"] == 2 * 100 * (looks - 1)
-    assert {row["in_flight"] for row in rows[1:-1]} == {2}
-
-
-def test_a_worker_that_was_restarted_counts_from_nothing() -> None:
-    before, after = statuses(6)[5], statuses(3)[2]
-    after.workers[0].worker.epoch = 9
-    series = ServerSeries()
-    series.add(0.0, before)
-    series.add(1.0, after)
-    after.workers[1].cache.queried_tokens = 700
-    server = server_json(series, Pass())
-    assert server is not None
-    assert server["totals"]["queried_tokens"] == 200 + (700 - 500)
 
 
 def test_settings_survive_a_document(tmp_path: Path) -> None:

@@ -88,7 +88,9 @@ def test_a_role_and_the_reason_of_the_end_are_no_tokens() -> None:
     role = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     end = event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     said = event({"choices": [{"delta": {"content": "yes"}}]})
-    assert read(role, said, end, DONE).token_times == [2]
+    receipt = read(role, said, end, DONE)
+    assert receipt.token_times == [2]
+    assert receipt.finish_reason == "stop"
 
 
 @given(st.lists(st.integers(0, 200), max_size=12))
@@ -111,6 +113,14 @@ def test_it_does_not_matter_where_the_bytes_are_cut(cuts: list[int]) -> None:
         ([tokens(5), DONE, tokens(6)], "an event came after the last one"),
         ([b"data: {oops\n"], "no JSON"),
         ([b"data: 3\n"], "no object"),
+        ([event({"choices": ["x"]})], "another shape"),
+        ([event({"choices": 3})], "another shape"),
+        ([event({"choices": [{"text": 5}]})], "another shape"),
+        ([event({"choices": [{"delta": "x"}]})], "another shape"),
+        ([event({"choices": [{"text": "a", "token_ids": ["1"]}]})], "another shape"),
+        ([event({"choices": [{"text": "a", "token_ids": 7}]})], "another shape"),
+        ([event({"usage": [1]})], "another shape"),
+        ([event({"usage": {"completion_tokens": "many"}})], "another shape"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_none(pieces: list[bytes], said: str) -> None:

@@ -54,6 +54,26 @@ def test_moments_and_lengths_are_those_of_the_rows() -> None:
     assert read_trace(DATA / "own.jsonl").rows[9].cancel_after_s == 0.25
 
 
+@pytest.mark.parametrize(
+    ("second", "after_s"),
+    [
+        ("2024-05-10 00:00:00.0165930", 0.006663),  # as in 2023, with one digit more
+        ("2024-05-10 00:00:00.016593+00:00", 0.006663),  # as in 2024
+        ("2024-05-10 00:00:01+00:00", 0.99007),
+        ("2024-05-10 02:00:01.25+02:00", 1.24007),
+        ("2024-05-09T23:00:01.25-01:00", 1.24007),
+        ("2024-05-10 00:00:02Z", 1.99007),
+    ],
+)
+def test_a_moment_of_azure_s_may_have_an_offset_and_any_number_of_digits(
+    second: str, after_s: float
+) -> None:
+    first = "2024-05-10 00:00:00.009930+00:00"
+    text = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{first},2162,5\n{second},2399,6\n"
+    rows = parse_trace(text, "2024.csv").rows
+    assert rows[1].at_s == pytest.approx(after_s, abs=1e-6)
+
+
 def shared_blocks(left: Sequence[int], right: Sequence[int], size: int) -> int:
     """Whole blocks that two prompts have in common from their beginning."""
     count = 0
@@ -184,6 +204,31 @@ def test_a_prompt_in_no_known_shape_is_named(line: str, tmp_path: Path) -> None:
     path.write_text('{"prompt": "hi"}\n' + line)
     with pytest.raises(BadLoad, match=r"p\.jsonl, line 2"):
         prompt_files.read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('"output_tokens": "many"', "output_tokens: got 'many', wanted a number of at least 1"),
+        ('"output_tokens": 0', "output_tokens: got 0"),
+        ('"output_tokens": true', "output_tokens: got True"),
+        ('"output_tokens": 2.5', "output_tokens: got 2.5"),
+        ('"tools": ["ls"]', "tools: got \\['ls'\\], wanted a list of objects"),
+        ('"tools": "ls"', "tools: got 'ls'"),
+        ('"function": {"name": "ls"}', "function: got {'name'"),
+    ],
+)
+def test_a_field_of_a_prompt_is_named_with_its_line(fields: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "hi", "output_tokens": 3}\n{"prompt": "hi", ' + fields + "}")
+    with pytest.raises(BadLoad, match=rf"p\.jsonl, line 2: {said}"):
+        prompt_files.read_prompts(path)
+
+
+def test_texts_that_are_to_be_sent_as_ids_make_no_plan() -> None:
+    settings = Settings(workload="prompts", prompts=str(DATA / "prompts.jsonl")).resolved()
+    with pytest.raises(BadLoad, match="send: got ids, but the prompts are texts"):
+        make_plan(settings, 0, 1000)
 
 
 def workloads_folder() -> Path:

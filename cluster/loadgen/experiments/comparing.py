@@ -1,7 +1,9 @@
 """Two documents, figure by figure: which is better at what, and whether that is more than noise.
 
 Takes documents of ``loadgen run`` and ``loadgen sweep``. Of a run there is one measurement, of a
-sweep one for each variant, arrangement and load, and those of one name are compared. Pure.
+sweep one for each variant, arrangement and load, and those of one name are compared. Points of a
+sweep at which requests failed are left out and named; a run in which some failed is compared, and
+that is said. Goodput under one SLO says nothing of goodput under another. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from typing import Any
 
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.experiments.differences import Difference, difference
-from kvferry.cluster.loadgen.experiments.figures import BY_NAME, FIGURES, Figure
+from kvferry.cluster.loadgen.experiments.figures import (
+    BY_NAME,
+    FIGURES,
+    GOODPUT,
+    WITHIN_SLO,
+    Figure,
+)
 from kvferry.cluster.loadgen.intervals import LEVEL
 from kvferry.cluster.reports.common import Json
 
@@ -29,17 +37,37 @@ class Worse:
     percent: float | None  # None: A is 0
 
 
-def measurements(document: Mapping[str, Any]) -> dict[str, list[Json]]:
-    """Repeats by the name of what was measured. Raises BadLoad for another kind of document."""
+@dataclass(slots=True)
+class Measured:
+    """What a document has under one name: repeats, and the fields of the first of its runs."""
+
+    run: Mapping[str, Any]
+    repeats: list[Json]
+
+
+def measurements(document: Mapping[str, Any]) -> dict[str, Measured]:
+    """By the name of what was measured. Raises BadLoad for another kind of document."""
     schema = document.get("schema")
     if schema == RUN:
-        return {ALL: document["repeats"] or []}
+        repeats = document["repeats"] or []
+        complete = [repeat for repeat in repeats if repeat["is_complete"]]
+        return {ALL: Measured(document, complete or repeats)} if repeats else {}
     if schema == SWEEP:
-        found: dict[str, list[Json]] = {}
+        found: dict[str, Measured] = {}
         for point in document["points"] or []:
-            found.setdefault(point["label"], []).extend(point["run"]["repeats"])
+            if point["ok"]:
+                measured = found.setdefault(point["label"], Measured(point["run"], []))
+                measured.repeats.extend(point["run"]["repeats"])
         return found
     raise BadLoad(f"schema: got {schema!r}, wanted {RUN} or {SWEEP}")
+
+
+def failures(document: Mapping[str, Any]) -> dict[str, str]:
+    """Why what has this name does not count, or not wholly: requests failed, or an interruption."""
+    if document.get("schema") == SWEEP:
+        points = document["points"] or []
+        return {point["label"]: point["error"]["message"] for point in points if not point["ok"]}
+    return {} if document["ok"] else {ALL: document["error"]["message"]}
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Json:
@@ -53,7 +81,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Json:
             f"nothing in common: A measured {', '.join(mine) or 'nothing'}; "
             f"B {', '.join(other) or 'nothing'}"
         )
-    pairs = [pair_json(label, mine[label], other[label]) for label in labels]
+    pairs = [pair_json(label, mine[label].repeats, other[label].repeats) for label in labels]
+    failed = [
+        {"side": side, "label": label, "message": message}
+        for side, document in (("a", a), ("b", b))
+        for label, message in failures(document).items()
+    ]
     return {
         "level": LEVEL,
         "a": head(a),
@@ -61,7 +94,13 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Json:
         "pairs": pairs,
         "only_in_a": [label for label in mine if label not in other],
         "only_in_b": [label for label in other if label not in mine],
-        "words": [*_circumstances(a, b, pairs), *_summary(pairs)],
+        "failed": failed,
+        "words": [
+            *_machines(a, b),
+            *_failed(failed),
+            *(line for label in labels for line in _unlike(label, mine[label], other[label])),
+            *_summary(pairs),
+        ],
     }
 
 
@@ -72,11 +111,13 @@ def head(document: Mapping[str, Any]) -> Json:
 
 
 def pair_json(label: str, a: Sequence[Json], b: Sequence[Json]) -> Json:
-    """Every figure that both have, and what it says."""
+    """Every figure that both have, and what it says; of different SLOs no goodput."""
+    is_one_slo = _slos(a) == _slos(b)
     found = [
         (figure, between)
         for figure in FIGURES
-        if (between := figure_difference(figure, a, b)) is not None
+        if (is_one_slo or figure not in (GOODPUT, WITHIN_SLO))
+        and (between := figure_difference(figure, a, b)) is not None
     ]
     plans_a = {repeat["fingerprint"] for repeat in a}
     plans_b = {repeat["fingerprint"] for repeat in b}
@@ -92,7 +133,8 @@ def pair_json(label: str, a: Sequence[Json], b: Sequence[Json]) -> Json:
 
 def figure_difference(figure: Figure, a: Sequence[Json], b: Sequence[Json]) -> Difference | None:
     """One figure of B less A; None where one of them lacks it."""
-    return difference(figure.readings(a), figure.readings(b), figure.more_is_better)
+    step = max(figure.largest_step(a), figure.largest_step(b))
+    return difference(figure.readings(a), figure.readings(b), figure.more_is_better, step=step)
 
 
 def said(figure: Figure, found: Difference) -> str:
@@ -105,6 +147,8 @@ def said(figure: Figure, found: Difference) -> str:
         if low is not None and high is not None:
             line += f", interval {low:+.1%} to {high:+.1%}"
         line += ")"
+    if found.is_flat:
+        return f"{line}: the repeats do not differ, so noise is unknown"
     if found.is_beyond_noise is None:
         return f"{line}: one repeat, so noise is unknown"
     if found.better is None:
@@ -115,12 +159,13 @@ def said(figure: Figure, found: Difference) -> str:
 def worse_than(pairs: Sequence[Json], percent: float) -> list[Worse]:
     """Figures by which B is worse, beyond noise and by more than ``percent`` of A.
 
-    Raises BadLoad where there is no noise to be beyond: that needs two repeats of each.
+    Raises BadLoad where there is no noise to be beyond: that needs two repeats of each. A figure
+    whose repeats do not differ among themselves is passed over: nothing is known of its noise.
     """
     found = []
     for pair in pairs:
         for row in pair["figures"]:
-            if row["beyond_noise"] is None:
+            if row["beyond_noise"] is None and not _is_flat(row):
                 raise BadLoad(
                     f"fail-if-worse: {pair['label']} has {row['num_a']} and {row['num_b']} "
                     "repeats; wanted two of each, or noise is unknown"
@@ -131,26 +176,80 @@ def worse_than(pairs: Sequence[Json], percent: float) -> list[Worse]:
     return found
 
 
+def failed_only_in_b(failed: Sequence[Json]) -> list[Json]:
+    """What does not count in B and does in A; ``failed`` is that of ``compare``."""
+    in_a = {each["label"] for each in failed if each["side"] == "a"}
+    return [each for each in failed if each["side"] == "b" and each["label"] not in in_a]
+
+
 def _percent_worse(row: Json) -> float | None:
     """By how much B is worse, in percent of A; None where A is 0."""
     sign = -1 if BY_NAME[row["figure"]].more_is_better else 1
     return None if row["relative"] is None else 100 * sign * float(row["relative"])
 
 
-def _circumstances(a: Mapping[str, Any], b: Mapping[str, Any], pairs: Sequence[Json]) -> list[str]:
-    """What makes the comparison less than one of like with like."""
-    lines = []
+def _is_flat(row: Json) -> bool:
+    """Whether there are repeats on both sides, which do not differ among themselves."""
+    return row["beyond_noise"] is None and row["num_a"] > 1 and row["num_b"] > 1
+
+
+def _slos(repeats: Sequence[Json]) -> list[Any]:
+    """What was asked of the repeats, each once."""
+    found: list[Any] = []
+    for repeat in repeats:
+        if repeat["slo"] not in found:
+            found.append(repeat["slo"])
+    return found
+
+
+def _machines(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     machine_a, machine_b = ((d.get("machine") or {}) for d in (a, b))
     different = [
         n for n in ("cpu", "cores", "memory_bytes") if machine_a.get(n) != machine_b.get(n)
     ]
-    if different:
-        values = "; ".join(f"{n} {machine_a.get(n)} and {machine_b.get(n)}" for n in different)
-        lines.append(f"Not the same machine: {values}.")
-    unlike = [pair["label"] for pair in pairs if not pair["same_requests"]]
-    if unlike:
-        lines.append(f"Not the same requests: {', '.join(unlike)}.")
+    if not different:
+        return []
+    values = "; ".join(f"{n} {machine_a.get(n)} and {machine_b.get(n)}" for n in different)
+    return [f"Not the same machine: {values}."]
+
+
+def _failed(failed: Sequence[Json]) -> list[str]:
+    """What is left out of a sweep, or taken of a run although it does not count."""
+    lines = []
+    for each in failed:
+        how = "failed or was ended early" if each["label"] == ALL else "is left out"
+        lines.append(f"{each['label']} {how} in {each['side'].upper()}: {each['message']}.")
     return lines
+
+
+def _unlike(label: str, a: Measured, b: Measured) -> list[str]:
+    """What makes a pair less than a comparison of like with like."""
+    lines = []
+    if {each["fingerprint"] for each in a.repeats} != {each["fingerprint"] for each in b.repeats}:
+        lines.append(f"Not the same requests: {label}.")
+    slos = [", ".join(_slo(each) for each in _slos(side.repeats)) for side in (a, b)]
+    if slos[0] != slos[1]:
+        lines.append(
+            f"Not the same SLO: {label}: {slos[0]} and {slos[1]}; goodput is not compared."
+        )
+    mine, other = _asked(a.run), _asked(b.run)
+    unlike = [name for name in mine if mine[name] != other[name]]
+    if unlike:
+        values = "; ".join(f"{name} {mine[name]} and {other[name]}" for name in unlike)
+        lines.append(f"Not the same settings: {label}: {values}.")
+    return lines
+
+
+def _slo(slo: Mapping[str, Any] | None) -> str:
+    kept = [f"{n.removesuffix('_s')} {v:g} s" for n, v in (slo or {}).items() if v is not None]
+    return " with ".join(kept) or "none"
+
+
+def _asked(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs between runs of equal plans."""
+    config, target = run.get("config") or {}, run.get("target") or {}
+    names = ("concurrency", "ignore_eos", "temperature", "send", "ramp", "timeout", "body")
+    return {"model": target.get("model_name"), **{name: config.get(name) for name in names}}
 
 
 def _summary(pairs: Sequence[Json]) -> list[str]:
@@ -163,7 +262,8 @@ def _summary(pairs: Sequence[Json]) -> list[str]:
             for side in ("a", "b")
         }
         same = sum(row["beyond_noise"] is False for row in rows)
-        unknown = sum(row["beyond_noise"] is None for row in rows)
+        flat = [BY_NAME[row["figure"]].label for row in rows if _is_flat(row)]
+        unknown = sum(row["beyond_noise"] is None for row in rows) - len(flat)
         parts = [
             f"{side.upper()} is better at {', '.join(names)}"
             for side, names in better.items()
@@ -171,6 +271,11 @@ def _summary(pairs: Sequence[Json]) -> list[str]:
         ]
         if same:
             parts.append(f"{same} of {len(rows)} figures do not differ beyond noise")
+        if flat:
+            parts.append(
+                f"noise of {', '.join(flat)} is unknown (no spread between the repeats of a side, "
+                "or the same gap in all)"
+            )
         if unknown:
             parts.append(f"noise of {unknown} of {len(rows)} figures is unknown (one repeat)")
         lines.append(f"{pair['label']}: {'; '.join(parts) or 'no figure in common'}.")

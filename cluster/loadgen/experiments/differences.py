@@ -2,8 +2,12 @@
 
 Where both sets answered the same plans, repeat for repeat, the repeats are paired: the interval is
 Student's t of the differences, so that what a plan makes easy or hard for both cancels out. Else
-Welch's t of the difference of means, its degrees of freedom (Welch-Satterthwaite) rounded down. A
-set of one repeat says nothing of noise, and then there is no interval.
+Welch's t of the difference of means, its degrees of freedom (Welch-Satterthwaite) rounded down.
+
+A set of one repeat says nothing of noise, and then there is no interval. Neither is there one where
+the repeats do not differ at all and the means do: no spread is not certainty. A figure that counts
+requests moves in steps; repeats that agree to a step would seem nearly certain, so the spread of
+such a figure is taken as half a step at least.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from kvferry.cluster.loadgen.intervals import LEVEL, t_quantile
 from kvferry.cluster.reports.common import Json
 
 PAIRED, WELCH, NONE = "paired", "welch", "none"
+_ROUNDING = 1e-9  # as a share of the means: a smaller spread is that of floating point
 
 Readings = Mapping[str, float]
 """One figure of several repeats, by what tells the repeats' plans apart (their fingerprints)."""
@@ -28,7 +33,8 @@ class Difference:
 
     Attributes:
         a, b: means over the repeats; ``num_a``, ``num_b`` are their numbers.
-        low, high: interval of ``b - a``; None where noise is unknown.
+        low, high: interval of ``b - a``; None where noise is unknown, for want of repeats or
+            of any spread between them.
         method: ``paired``, ``welch`` or ``none``.
         more_is_better: what ``better`` goes by.
     """
@@ -46,6 +52,11 @@ class Difference:
     def mean(self) -> float:
         """``b - a``."""
         return self.b - self.a
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether noise is unknown although there are repeats: they do not differ."""
+        return self.low is None and self.num_a > 1 and self.num_b > 1
 
     @property
     def is_beyond_noise(self) -> bool | None:
@@ -85,28 +96,41 @@ class Difference:
 
 
 def difference(
-    a: Readings, b: Readings, more_is_better: bool = True, level: float = LEVEL
+    a: Readings,
+    b: Readings,
+    more_is_better: bool = True,
+    level: float = LEVEL,
+    step: float = 0.0,
 ) -> Difference | None:
-    """B less A with an interval of ``level``; None where one of them has no reading."""
+    """B less A with an interval of ``level``; None where one of them has no reading.
+
+    ``step`` is what one request more or less makes in a reading; 0 of figures without steps.
+    """
     if not a or not b:
         return None
     mean_a, mean_b = fmean(a.values()), fmean(b.values())
-    half, method = None, NONE
+    half: float | None = None
+    method = NONE
     if a.keys() == b.keys() and len(a) > 1:
         gaps = [b[key] - a[key] for key in a]
         method = PAIRED
-        half = t_quantile(len(gaps) - 1, level) * stdev(gaps) / math.sqrt(len(gaps))
+        spread = max(stdev(gaps), step / 2)
+        half = t_quantile(len(gaps) - 1, level) * spread / math.sqrt(len(gaps))
     elif len(a) > 1 and len(b) > 1:
         method = WELCH
-        half = _welch(list(a.values()), list(b.values()), level)
+        half = _welch(list(a.values()), list(b.values()), level, step)
     gap = mean_b - mean_a
+    nothing = _ROUNDING * max(abs(mean_a), abs(mean_b))
+    if half is not None and half <= nothing < abs(gap):
+        half = None
     low, high = (None, None) if half is None else (gap - half, gap + half)
     return Difference(mean_a, mean_b, low, high, method, len(a), len(b), more_is_better)
 
 
-def _welch(a: list[float], b: list[float], level: float) -> float:
-    """Half of the interval's width."""
-    part_a, part_b = variance(a) / len(a), variance(b) / len(b)
+def _welch(a: list[float], b: list[float], level: float, step: float) -> float:
+    """Half of the interval's width. Both sides' least variances make half a step together."""
+    least = step**2 / 8
+    part_a, part_b = max(variance(a), least) / len(a), max(variance(b), least) / len(b)
     total = part_a + part_b
     if total == 0:
         return 0.0

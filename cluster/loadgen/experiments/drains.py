@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from kvferry.cluster.loadgen.measures import CANCELLED
+from kvferry.cluster.loadgen.goodput import CANCELLED
 from kvferry.cluster.reports.common import Json, dist
 
 _HELD = ("num_running", "num_waiting", "num_swapped")
@@ -88,12 +88,18 @@ def _recovery(burst: _Burst) -> float:
 
 
 def _emptied(looks: Sequence[Mapping[str, Any]], after_s: float, until_s: float) -> float | None:
-    """When the first look after ``after_s`` saw nothing held."""
+    """When the first look after ``after_s`` saw nothing held.
+
+    A look that lacks a worker, which has died, knows nothing of its blocks.
+    """
+    workers = {worker for look in looks for worker in look["kv_usage"]}
     for look in looks:
         if look["t_s"] < after_s:
             continue
         if look["t_s"] >= until_s:
             return None
-        if not any(look[name] for name in _HELD) and not any(look["kv_usage"].values()):
+        is_whole = workers == look["kv_usage"].keys()
+        is_idle = not any(look[name] for name in _HELD)
+        if is_whole and is_idle and not any(look["kv_usage"].values()):
             return float(look["t_s"])
     return None

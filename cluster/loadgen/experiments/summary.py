@@ -1,15 +1,21 @@
-"""What a sweep's points add up to: figures over all rounds, contrasts, drains, verdicts. Pure."""
+"""What a sweep's points add up to: figures over all rounds, contrasts, drains, verdicts. Pure.
+
+A point at which requests failed is in no figure of those that were answered, for they are the
+easier ones; goodput and the share within the SLO hold it, where a failed request is one that was
+not good.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kvferry.cluster.loadgen.experiments.arrangements import parse_arrangement
+from kvferry.cluster.loadgen.experiments.arrangements import Arrangement, parse_arrangement
 from kvferry.cluster.loadgen.experiments.comparing import pair_json
 from kvferry.cluster.loadgen.experiments.drains import drains_json
 from kvferry.cluster.loadgen.experiments.figures import FIGURES, GOODPUT
+from kvferry.cluster.loadgen.experiments.sweep_plan import Axis
 from kvferry.cluster.loadgen.experiments.verdict import Verdict, judge
 from kvferry.cluster.loadgen.intervals import interval
 from kvferry.cluster.reports.common import Json
@@ -18,17 +24,22 @@ FIELDS = ("sweep", "points", "summary", "contrasts", "verdicts")
 
 
 def sweep_fields(sweep: Mapping[str, Any], points: Sequence[Json]) -> Json:
-    """The fields of a ``loadgen sweep`` document; points that failed are in no figure."""
-    good = [point for point in points if point["ok"]]
+    """The fields of a ``loadgen sweep`` document; ``sweep`` is what was asked for."""
     return {
         "sweep": dict(sweep),
         "points": list(points),
-        "summary": [_row(group) for group in grouped(good)],
-        "contrasts": contrasts(sweep, good),
+        "summary": [_row(group) for group in grouped(points)],
+        "contrasts": contrasts(sweep, without_failures(points)),
         "verdicts": [
-            {"variant": variant, **verdict.to_json()} for variant, verdict in verdicts(good)
+            {"variant": variant, **verdict.to_json()}
+            for variant, verdict in verdicts(sweep, points)
         ],
     }
+
+
+def without_failures(points: Sequence[Json]) -> list[Json]:
+    """Those at which no request failed."""
+    return [point for point in points if point["ok"]]
 
 
 def grouped(points: Sequence[Json]) -> list[list[Json]]:
@@ -45,12 +56,17 @@ def repeats_of(points: Sequence[Json]) -> list[Json]:
 
 
 def _row(points: Sequence[Json]) -> Json:
-    first, repeats = points[0], repeats_of(points)
+    first, every = points[0], repeats_of(points)
+    answered = repeats_of(without_failures(points))
     return {
         **{name: first[name] for name in ("label", "variant", "arrangement", "load", "value")},
-        "num_repeats": len(repeats),
-        "figures": {figure.name: _figure(figure.readings(repeats)) for figure in FIGURES},
-        "drains": drains_json(repeats) if first["run"]["config"]["cancel_share"] else None,
+        "num_repeats": len(every),
+        "num_with_failures": len(every) - len(answered),
+        "figures": {
+            figure.name: _figure(figure.readings(every if figure.counts_failures else answered))
+            for figure in FIGURES
+        },
+        "drains": drains_json(answered) if first["run"]["config"]["cancel_share"] else None,
     }
 
 
@@ -79,26 +95,47 @@ def contrasts(sweep: Mapping[str, Any], points: Sequence[Json]) -> list[Json]:
     return found
 
 
-def verdicts(points: Sequence[Json]) -> list[tuple[str, Verdict]]:
+def verdicts(sweep: Mapping[str, Any], points: Sequence[Json]) -> list[tuple[str, Verdict]]:
     """One for each variant and each arrangement of prefill and decode workers beside others.
 
-    Only arrangements of as many threads are held against each other.
+    What was asked for and is not there is named. Only arrangements of as many threads are held
+    against each other.
     """
+    arrangements = [parse_arrangement(name) for name in sweep["arrangements"]]
     found = []
-    for variant in dict.fromkeys(point["variant"] for point in points):
+    for variant in [each["name"] for each in sweep["variants"]]:
         mine = [point for point in points if point["variant"] == variant]
-        names = list(dict.fromkeys(point["arrangement"] for point in mine))
-        arrangements = {name: parse_arrangement(name) for name in names}
-        goodput = {name: _goodput(mine, name) for name in names}
-        for name, arrangement in arrangements.items():
-            others = {
-                other: goodput[other]
-                for other, it in arrangements.items()
-                if it.is_colocated and it.threads == arrangement.threads
-            }
-            if not arrangement.is_colocated and others:
-                found.append((variant, judge(name, goodput[name], others)))
+        for judged in arrangements:
+            others = [
+                other
+                for other in arrangements
+                if other.is_colocated and other.threads == judged.threads
+            ]
+            if mine and others and not judged.is_colocated:
+                found.append((variant, _verdict(sweep, mine, judged, others)))
     return found
+
+
+def _verdict(
+    sweep: Mapping[str, Any],
+    points: Sequence[Json],
+    judged: Arrangement,
+    others: Sequence[Arrangement],
+) -> Verdict:
+    names = [judged.name, *(other.name for other in others)]
+    points = [point for point in points if point["arrangement"] in names]
+    goodput = {name: _goodput(points, name) for name in names}
+    verdict = judge(
+        judged.name,
+        goodput[judged.name],
+        {other.name: goodput[other.name] for other in others},
+        steps={
+            load: GOODPUT.largest_step(repeats_of([p for p in points if p["load"] == load]))
+            for load in dict.fromkeys(point["load"] for point in points)
+        },
+        missing=list(_missing(sweep, points, names)),
+    )
+    return verdict.with_words(list(_failures(points)))
 
 
 def _goodput(points: Sequence[Json], arrangement: str) -> dict[str, dict[str, float]]:
@@ -107,3 +144,30 @@ def _goodput(points: Sequence[Json], arrangement: str) -> dict[str, dict[str, fl
         group[0]["load"]: GOODPUT.readings(repeats_of(group))
         for group in grouped([p for p in points if p["arrangement"] == arrangement])
     }
+
+
+def _missing(
+    sweep: Mapping[str, Any], points: Sequence[Json], names: Sequence[str]
+) -> Iterator[str]:
+    """Loads of a round that were asked for, of which there is no point."""
+    axis = Axis(sweep["axis"]["name"], tuple(sweep["axis"]["values"]))
+    known = {(point["arrangement"], point["load"], point["round"]) for point in points}
+    for name in names:
+        for number in range(sweep["rounds"]):
+            loads = [load for load, _ in axis.loads() if (name, load, number) not in known]
+            if loads:
+                yield f"{name} at {', '.join(loads)} in round {number + 1}"
+
+
+def _failures(points: Sequence[Json]) -> Iterator[str]:
+    """A sentence on what failed, if anything did."""
+    said = []
+    for group in grouped(points):
+        repeats = repeats_of(group)
+        failed = sum(repeat["failed"] for repeat in repeats)
+        tried = failed + sum(repeat["completed"] for repeat in repeats)
+        if failed:
+            first = group[0]
+            said.append(f"{failed} of {tried} of {first['arrangement']} at {first['load']}")
+    if said:
+        yield f"Requests that failed count as not good: {'; '.join(said)}."

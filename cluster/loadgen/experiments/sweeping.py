@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from kvferry.cluster.errors import Internal
 from kvferry.cluster.loadgen.errors import BadLoad
+from kvferry.cluster.loadgen.experiments.renewing import renewed_point
 from kvferry.cluster.loadgen.experiments.sweep_plan import Point, Sweep, by_cluster
 from kvferry.cluster.loadgen.settings import Settings
 from kvferry.cluster.reports.common import Json
@@ -118,6 +119,8 @@ class Sweeping:
 def take_up(document: Mapping[str, Any], sweep: Sweep, name: str) -> dict[str, Json]:
     """Points of an earlier document of the same sweep, or of a part of it, by key.
 
+    Their figures are made again from their requests, so that they go with those of this version.
+
     Raises BadLoad for another kind of document, and for points that are not of this sweep.
     """
     if document.get("schema") != "kvferry.loadgen_sweep/1":
@@ -130,4 +133,4 @@ def take_up(document: Mapping[str, Any], sweep: Sweep, name: str) -> dict[str, J
             f"out: {name} holds {len(foreign)} points of another sweep (such as {foreign[0]!r}), "
             "and is left as it is; wanted a file of this sweep, or a new one"
         )
-    return known
+    return {key: renewed_point(point) for key, point in known.items()}

@@ -13,8 +13,9 @@ from typing import Any
 
 from kvferry.cluster.loadgen.client_series import quantiles
 from kvferry.cluster.loadgen.experiments.comparing import SWEEP
-from kvferry.cluster.loadgen.experiments.summary import grouped, repeats_of
-from kvferry.cluster.loadgen.measures import COMPLETED
+from kvferry.cluster.loadgen.experiments.renewing import median_repeat
+from kvferry.cluster.loadgen.experiments.summary import grouped, repeats_of, without_failures
+from kvferry.cluster.loadgen.goodput import COMPLETED
 from kvferry.cluster.loadgen.report.chart import Chart, Line
 from kvferry.cluster.reports.common import Json
 
@@ -34,16 +35,15 @@ class Case:
     @property
     def median(self) -> Json:
         """The repeat of median throughput."""
-        ordered = sorted(self.repeats, key=lambda repeat: float(repeat["output_tokens_per_s"]))
-        return ordered[(len(ordered) - 1) // 2]
+        complete = [repeat for repeat in self.repeats if repeat["is_complete"]]
+        return median_repeat(complete or self.repeats)
 
 
 def cases_of(document: Mapping[str, Any]) -> list[Case]:
-    """Those that count."""
+    """Those that count: of a sweep, points at which no request failed."""
     if document["schema"] != SWEEP:
         repeats = tuple(document["repeats"] or ())
         return [Case("", "the run", "as set", None, repeats)] if repeats else []
-    good = [point for point in document["points"] or [] if point["ok"]]
     return [
         Case(
             group[0]["variant"],
@@ -52,7 +52,7 @@ def cases_of(document: Mapping[str, Any]) -> list[Case]:
             group[0]["value"],
             tuple(repeats_of(group)),
         )
-        for group in grouped(good)
+        for group in grouped(without_failures(document["points"] or []))
     ]
 
 

@@ -49,13 +49,14 @@ def report(document: Mapping[str, Any]) -> str:
     title = _title(document)
     body = [f"<h1>{escape(title)}</h1>", sections.question(document)]
     body.append(sections.failed_points(document))
-    if not cases:
+    has_figures = bool(cases or document.get("summary"))
+    if not has_figures:
         body.append(sections.paragraph("Nothing was measured.", "f"))
     for name, heading, content in (
         ("verdict", "Verdict", sections.verdicts(document)),
         ("goodput", "Against load", _charts([draw(each) for each in over_loads(document)])),
         ("contrasts", "What the variants differ in", sections.contrasts(document)),
-        ("figures", "Figures", sections.figures(document, cases) if cases else ""),
+        ("figures", "Figures", sections.figures(document, cases) if has_figures else ""),
         ("drains", "After bursts", sections.drains(document)),
         ("latency", "Latencies and time", _places(document)),
         ("parts", "Parts of the first token and of the gap after it", sections.parts(cases)),

@@ -157,10 +157,14 @@ def ends(cases: Sequence[Case]) -> str:
 
 
 def failed_points(document: Mapping[str, Any]) -> str:
-    """Points that are in no figure."""
+    """Points at which requests failed."""
     failed = [point for point in document.get("points") or [] if not point["ok"]]
     return "".join(
-        paragraph(f"Not counted: {each['label']}: {each['error']['message']}", "f")
+        paragraph(
+            f"Requests failed, so only goodput and the share within the SLO hold it: "
+            f"{each['label']}: {each['error']['message']}",
+            "f",
+        )
         for each in failed
     )
 

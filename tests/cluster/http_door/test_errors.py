@@ -11,12 +11,21 @@ from typing import Any
 import httpx2
 import pytest
 
-from kvferry.cluster.errors import STATUS, Cancelled, KVFerryError, Overloaded, Status
+from kvferry.cluster.errors import (
+    STATUS,
+    Cancelled,
+    Internal,
+    KVFerryError,
+    Overloaded,
+    Status,
+)
 from kvferry.cluster.http_door.bodies import MAX_PROMPTS
 from kvferry.cluster.routed_request import FAILED, RequestEnd
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.request import RequestSpec
 from kvferry.protos import kvferry_pb2 as pb
+from kvferry.worker.logs import JsonFormatter
+from tests.cluster.metrics.scraping import read
 from tests.stack import LONG_S, Stack, eventually
 
 ROWS = [pytest.param(cls, status, id=cls.__name__) for cls, status in STATUS.items()]
@@ -101,6 +110,67 @@ def test_a_request_that_fails_before_its_first_token_has_the_table_s_status_and_
     end_with(stack, make(cls))
     assert error_of(answer(), status.http)["message"] == "said"
     assert len(answer().headers["kvferry-request-id"]) == 32
+    assert answer().headers["x-request-id"] == answer().headers["kvferry-request-id"]
+
+
+@pytest.mark.parametrize(("prompt", "count"), [("x", 1), (["x", "y"], 2)])
+def test_a_failure_is_logged_with_the_ids_and_attempts_of_its_requests(
+    prompt: Any,
+    count: int,
+    http: httpx2.Client,
+    stack: Stack,
+    in_background: Background,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = in_background(lambda: http.post("/v1/completions", json={"prompt": prompt}))
+
+    def abouts() -> list[dict[str, object]]:
+        found = [request.about for request in stack.router.requests.values()]
+        return found if len(found) == count else []
+
+    known = eventually("all are there", lambda: stack.on_loop(abouts))
+    end_with(stack, Internal("a bug"))
+    assert error_of(answer(), 500)["message"] == "a bug"
+    (record,) = [each for each in caplog.records if "a bug" in each.getMessage()]
+    line = json.loads(JsonFormatter("router-0").format(record))
+    if count == 1:
+        assert {name: line[name] for name in ("request_id", "attempt")} == known[0]
+    else:
+        assert line["requests"] == known
+
+
+BODIES: tuple[tuple[str, Any, str | None], ...] = (
+    ("/v1/completions", {"prompt": "x", "temperature": "hot"}, "InvalidRequest"),
+    ("/v1/completions", {"prompt": "x", "unknown": 1}, "InvalidRequest"),
+    ("/v1/completions", {"prompt": "x", "stream_options": {}}, "InvalidRequest"),
+    ("/v1/chat/completions", {"messages": []}, "InvalidRequest"),
+    ("/v1/chat/completions", b"{", "InvalidRequest"),
+    ("/v1/completions", None, "InvalidRequest"),  # not said to be JSON
+    ("/v1/completions", {"prompt": "x", "model": "another"}, "UnknownModel"),
+    ("/tokenize", {"prompt": 3}, None),  # nothing is generated
+)
+
+
+@pytest.mark.parametrize(("path", "body", "reason"), BODIES)
+def test_what_is_refused_is_counted_once_by_its_reason(
+    path: str, body: Any, reason: str | None, http: httpx2.Client
+) -> None:
+    def rejected() -> dict[str, float]:
+        page = read(http.get("/metrics").content)
+        return page.by("reason", "kvferry_requests_rejected_total")
+
+    before = rejected()
+    if isinstance(body, dict):
+        answer = http.post(path, json=body)
+    else:
+        kind = "application/json" if body else "text/plain"
+        answer = http.post(path, content=body or b"x", headers={"content-type": kind})
+    assert 400 <= answer.status_code < 500
+    after = rejected()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert {name: count for name, count in grown.items() if count} == (
+        {} if reason is None else {reason: 1}
+    )
 
 
 def test_a_fault_of_our_own_names_itself_without_a_traceback(

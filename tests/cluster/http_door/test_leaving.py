@@ -163,7 +163,9 @@ def test_a_slow_client_gets_what_waited_as_one(folder: Path) -> None:
         assert "slow_clients" not in stack.counters()
 
 
-def test_a_client_that_takes_nothing_is_cancelled_counted_and_told(folder: Path) -> None:
+def test_a_client_that_takes_nothing_is_cancelled_counted_told_and_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     limits = ServerLimits(slow_client_limit_s=1.0)
     with (
         Stack(folder, **WIDE, max_model_len=20 * BIG, limits=limits) as stack,
@@ -176,6 +178,9 @@ def test_a_client_that_takes_nothing_is_cancelled_counted_and_told(folder: Path)
         assert stack.counters()["finished_abort"] == stack.counters()["slow_clients"] == 1
         text = rest_of(connection, b"\r\n0\r\n")  # the end of the answer
         assert b"took nothing of its stream for 1 s" in text and b"[DONE]" not in text
+        (record,) = [each for each in caplog.records if "took nothing" in each.getMessage()]
+        request_id, attempt = (getattr(record, name) for name in ("request_id", "attempt"))
+        assert f"request {request_id}: " in record.getMessage() and attempt == 1
         with httpx2.Client(base_url=stack.url) as http:  # and nobody else has noticed
             assert http.get("/health").status_code == 200
 

@@ -88,7 +88,8 @@ def request(number: int, ttft_s: float, e2e_s: float, **other: Any) -> Json:
 
 def repeat(fingerprint: int | str, goodput: float | None = 1.0, ttft_s: float = 0.1) -> Json:
     """One repeat of four requests; its figures follow from these few."""
-    rows = [request(n, ttft_s * (1 + n / 10), ttft_s + 0.5) for n in range(4)]
+    gap_s = 1 / goodput if goodput else 1.0
+    rows = [request(n, ttft_s * (1 + n / 10), ttft_s + 0.5, intended_s=n * gap_s) for n in range(4)]
     itl = 0.01
     return {
         "completed": 4,
@@ -99,10 +100,11 @@ def repeat(fingerprint: int | str, goodput: float | None = 1.0, ttft_s: float = 
         "not_counted": 0,
         "failures": {},
         "first_error": None,
-        "duration_s": 4.0,
+        "duration_s": 4 * gap_s,
         "prompt_tokens": 32,
         "cached_tokens": 0,
         "output_tokens": 16,
+        "received_tokens": 16,
         "output_tokens_per_s": 4.0,
         "requests_per_s": 1.0,
         "ttft_s": dist([row["ttft_s"] for row in rows]),
@@ -113,8 +115,9 @@ def repeat(fingerprint: int | str, goodput: float | None = 1.0, ttft_s: float = 
         "cpu_s_per_output_token": 0.01,
         "schedule_lag_s": dist([0.001] * 4),
         "goodput_per_s": goodput,
-        "slo": None if goodput is None else {"ttft_s": 1.0, "tpot_s": None},
-        "slo_fraction": None if goodput is None else 0.5,
+        "goodput_span_s": 4 * gap_s,
+        "slo": None if goodput is None else {"ttft_s": 1.0 if goodput else 0.0, "tpot_s": None},
+        "slo_fraction": None if goodput is None else 1.0 if goodput else 0.0,
         "tokens_counted_by": {"ids": 4},
         "generator_cpu_s_per_output_token": 0.001,
         "parts": {
@@ -130,6 +133,7 @@ def repeat(fingerprint: int | str, goodput: float | None = 1.0, ttft_s: float = 
             "num_missed": 0,
         },
         "fingerprint": f"{fingerprint:0>32}",
+        "is_complete": True,
         "series": series(itl),
         "itl_percentiles_s": [itl] * 101,
         "requests": rows,
@@ -149,5 +153,6 @@ def run_document(repeats: Sequence[Json], **other: Any) -> Json:
         "error": None,
         "repeats": list(repeats),
         "results": repeats[0] if repeats else None,
+        "config": {},
         **other,
     }

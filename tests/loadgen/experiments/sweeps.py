@@ -83,4 +83,7 @@ def sweep_document(sweep: Sweep, clusters: FakeClusters | None = None) -> Json:
     doing.run()
     fields = sweep_fields(sweep.to_json(), doing.points)
     head = run_document([], schema="kvferry.loadgen_sweep/1")
-    return {**{k: v for k, v in head.items() if k not in ("repeats", "results")}, **fields}
+    return {
+        **{k: v for k, v in head.items() if k not in ("repeats", "results", "config")},
+        **fields,
+    }

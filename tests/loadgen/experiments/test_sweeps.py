@@ -275,3 +275,8 @@ def test_blocks_are_free_and_queues_empty_some_time_after_a_burst() -> None:
     assert found["reclaim_after_answer_s"]["max"] == pytest.approx(1.0)
     assert found["queue_recovery_s"]["max"] == pytest.approx(1.5)
     assert drains_json([{**one, "server": None}]) is None
+    looks[3]["kv_usage"] = {"decode-0": 0.0}  # the other worker has died: no sign of free blocks
+    found = drains_json([one])
+    assert found is not None
+    assert found["num_not_seen_empty"] == 2
+    assert found["reclaim_after_cancel_s"] is None

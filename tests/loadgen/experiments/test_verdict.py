@@ -23,7 +23,7 @@ def readings(*values: float) -> dict[str, float]:
 
 
 LOW = readings(1.0, 1.1, 0.9, 1.05, 0.95)
-HIGH = readings(2.0, 2.1, 1.9, 2.05, 1.95)
+HIGH = readings(2.05, 2.1, 1.85, 2.05, 1.95)
 LOW_AGAIN = readings(1.05, 0.95, 1.0, 0.9, 1.1)
 
 
@@ -68,7 +68,7 @@ def test_noise_is_no_difference() -> None:
     ("mine", "others", "why"),
     [
         ({"rate 1": HIGH}, [], "nothing colocated was measured"),
-        ({"rate 1": HIGH}, [{"rate 2": HIGH}], "no SLO was given"),
+        ({"rate 1": HIGH}, [{"rate 2": HIGH}], "missing: 1P+1D at rate 2; 1x2 at rate 1"),
         ({"rate 1": {}}, [{"rate 1": {}}], "no SLO was given"),
         ({"rate 1": readings(1.0)}, [{"rate 1": readings(2.0)}], "a single repeat"),
         ({"rate 1": readings(0.0, 0.0)}, [{"rate 1": readings(0.0, 0.0)}], "a single request"),
@@ -100,8 +100,11 @@ def test_a_difference_is_that_of_means_inside_its_interval(
 ) -> None:
     found = difference(readings(*a), {f"b{k}": v for k, v in readings(*b).items()}, more)
     assert found is not None
-    assert found.low is not None and found.high is not None
     assert found.method == WELCH
+    if found.is_flat:
+        assert len(set(a)) == len(set(b)) == 1
+        return
+    assert found.low is not None and found.high is not None
     assert found.mean == pytest.approx(fmean(b) - fmean(a))
     assert found.low <= found.mean <= found.high
     back = difference({f"b{k}": v for k, v in readings(*b).items()}, readings(*a), more)
@@ -113,10 +116,11 @@ def test_a_difference_is_that_of_means_inside_its_interval(
 @given(lists, st.floats(-50, 50))
 def test_what_all_pairs_have_in_common_is_no_noise(a: list[float], shift: float) -> None:
     assume(abs(shift) > 0.01)
-    found = difference(readings(*a), readings(*(value + shift for value in a)))
+    wobble = (value + shift * (1 + 0.001 * (-1) ** at) for at, value in enumerate(a))
+    found = difference(readings(*a), readings(*wobble))
     assert found is not None
     assert found.method == PAIRED
-    assert found.low == pytest.approx(shift, abs=1e-6)
+    assert found.low == pytest.approx(shift, abs=0.02 * abs(shift))
     assert found.better == ("b" if shift > 0 else "a")
 
 
