@@ -17,6 +17,11 @@ HERE = Path(__file__).parent
 INTERPRETED = sorted(path.name for path in (HERE / "interpreted").glob("test_*.py"))
 TARGETS = tuple(SHARED_LIMIT)
 
+_NAMES = """
+from kvferry.kernels.triton.variants import few
+print(*(variant.name for variant in few(None)), sep="\\n")
+"""
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -40,6 +45,13 @@ def test_interpreted(name: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+def test_the_page_has_a_row_for_every_variant_that_is_compiled_here() -> None:
+    names = run("-c", _NAMES, TRITON_INTERPRET="0").stdout.splitlines()
+    page = (HERE.parents[1] / "docs" / "triton.md").read_text(encoding="utf-8")
+    assert len(names) >= 10
+    assert [name for name in names if f"\n| {name} | " not in page] == []
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiled_ahead_of_time_without_spills(target: str, tmp_path: Path) -> None:
     command = ("-m", "kvferry.kernels.triton.ahead", "--target", target, "--json")
@@ -50,5 +62,6 @@ def test_compiled_ahead_of_time_without_spills(target: str, tmp_path: Path) -> N
     for row in rows:
         assert row["registers"] > 0 and row["spill_bytes"] == 0, row
         assert row["shared_bytes"] <= SHARED_LIMIT[target], row
-        wanted = 32 if "rms_norm" in row["kernel"] or "rope" in row["kernel"] else 64
-        assert row["load_bits"] >= wanted, row
+        if "attend" in row["kernel"] or "blocks" in row["kernel"]:  # bound by what they load
+            assert row["load_bits"] == 128, row
+        assert row["load_bits"] >= 16, row
