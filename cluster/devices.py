@@ -6,12 +6,34 @@ in the worker, which may be on another host. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.cluster.config import Config
+from kvferry.cluster.config_schema import RoleConfig
 from kvferry.engine.device.choice import AUTO, CPU, CUDA, DeviceUnavailable
 
+GPU = "GPU"  # Ray's name for them
 ROUNDING = 1e-6  # thirds of a GPU add up to one
+
+
+def reserved(section: RoleConfig) -> Mapping[str, float]:
+    """What each worker of a role reserves with Ray, by name, its part of a GPU among it.
+
+    ``section`` says which device it is on. A ``GPU`` in its ``resources`` stands before ``gpus``.
+    """
+    if section.device == CUDA and GPU not in section.resources:
+        return {**section.resources, GPU: section.gpus}
+    return section.resources
+
+
+def gpus_of(section: RoleConfig) -> float:
+    """The part of one GPU that each worker of a role has, where it computes on one."""
+    return min(1.0, _gpus_reserved(section))
+
+
+def _gpus_reserved(section: RoleConfig) -> float:
+    return section.resources.get(GPU, section.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +50,18 @@ class Placed:
     lines: tuple[str, ...]
 
 
-def on_devices(config: Config, num_gpus: float) -> Placed:
+def on_devices(config: Config, num_gpus: float, can_grow: bool = False) -> Placed:
     """Settle the devices.
 
     ``auto`` is ``cuda`` where there is a GPU for every worker that may use one, else ``cpu`` for
-    all of them: workers of one role are alike. ``model.dtype: auto`` is bfloat16 as soon as any
-    worker computes on a GPU, so that all pools have one dtype.
+    all of them: workers of one role are alike. Who reserves a ``GPU`` by ``resources`` is on one,
+    whatever ``auto`` is for others. ``model.dtype: auto`` is bfloat16 as soon as any worker
+    computes on a GPU, so that all pools have one dtype.
 
     Args:
         config: the configuration, which is in order by itself.
         num_gpus: GPUs of the Ray cluster.
+        can_grow: more may come, and who has to be on one waits for it.
 
     Raises DeviceUnavailable if there are too few for those that have to be on one.
     """
@@ -48,14 +72,15 @@ def on_devices(config: Config, num_gpus: float) -> Placed:
         "colocated": replicas.colocated,
     }
     asked = {role: getattr(config, role).device for role, count in counts.items() if count}
-    needs = {role: counts[role] * getattr(config, role).gpus for role in asked}
-    must = [role for role, device in asked.items() if device == CUDA]
-    may = [role for role, device in asked.items() if device == AUTO]
+    needs = {role: counts[role] * _gpus_reserved(getattr(config, role)) for role in asked}
+    named = {role for role in asked if getattr(config, role).resources.get(GPU)}
+    must = [role for role, its in asked.items() if its == CUDA or (its == AUTO and role in named)]
+    may = [role for role, its in asked.items() if its == AUTO and needs[role] and role not in named]
     wanted = sum(needs[role] for role in must)
-    if wanted > num_gpus + ROUNDING:
-        named = ", ".join(f"{counts[role]} {role}" for role in must)
+    if wanted > num_gpus + ROUNDING and not can_grow:
+        who = ", ".join(f"{counts[role]} {role}" for role in must)
         raise DeviceUnavailable(
-            f"{named} on cuda need {wanted:g} GPUs, Ray's cluster has {num_gpus:g}: set "
+            f"{who} on cuda need {wanted:g} GPUs, Ray's cluster has {num_gpus:g}: set "
             + " and ".join(f"{role}.device" for role in must)
             + " to cpu or auto, or lower replicas or gpus"
         )

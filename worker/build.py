@@ -96,6 +96,7 @@ class WorkerSettings:
         staging_blocks: slots of pinned host memory for reading, and as many for publishing, where
             the pool lies on a GPU.
         threads: compute threads.
+        pin_cores: keep to as many cores that no other worker of the host has, if there are.
         kernels, isa: see ``engine.kernel_choice.choose_kernels``.
         connector: ``auto``, ``shm`` or ``tcp``.
         host: address that this worker listens on.
@@ -124,6 +125,7 @@ class WorkerSettings:
     gpus: float = 1.0
     staging_blocks: int = 128
     threads: int = 1
+    pin_cores: bool = False
     kernels: str = AUTO_KERNELS
     isa: str = AUTO_KERNELS
     connector: str = AUTO

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
-from kvferry.cluster import launcher
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config, ConfigError, load_config
-from kvferry.cluster.devices import on_devices
-from kvferry.cluster.settings import kv_dtype, model_dtype, worker_settings
+from kvferry.cluster.devices import gpus_of, on_devices, reserved
+from kvferry.cluster.ground import OwnGround
+from kvferry.cluster.settings import Share, kv_dtype, model_dtype, worker_setting
 from kvferry.engine.device.choice import DeviceUnavailable
+from kvferry.worker.messages import NodeRef
 
 
 def config(**overrides: Any) -> Config:
@@ -96,28 +98,34 @@ def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(
     asked = config(decode__device="cuda", decode__gpus=0.25, transfer__staging_blocks=9)
     placed = on_devices(asked, 1).config
     sizes = BlockSizes({"prefill": 16, "decode": 16}, 16, ())
-    settings = dict(worker_settings(placed, tmp_path, sizes, lambda: 1))
-    prefill, decode = settings["prefill"], settings["decode"]
+    prefill, decode = (
+        worker_setting(placed, tmp_path, sizes, role, NodeRef(f"{role}-0", 1), Share(1, 0.5))
+        for role in ("prefill", "decode")
+    )
     assert (prefill.device, decode.device) == ("cpu", "cuda")
     assert (decode.role, decode.gpus, decode.staging_blocks) == ("decode", 0.25, 9)
-    started: list[float] = []
+    ground = OwnGround(placed)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0, "GPU": 1.0})
+    ground.assign({"prefill-0": "prefill", "decode-0": "decode"}, pytest.fail)
+    assert ground.worker_options(NodeRef("prefill-0", 1)) == {"num_cpus": 0}
+    assert ground.worker_options(NodeRef("decode-0", 2)) == {"num_cpus": 0, "num_gpus": 0.25}
 
-    class Actor:
-        """Stands for Ray's."""
 
-        def __getattr__(self, name: str) -> Any:
-            return self
+def test_a_gpu_among_the_resources_stands_before_gpus_and_asks_for_one() -> None:
+    asked = config(decode__resources={"GPU": 2.0, "mine": 1.0}, prefill__resources={"GPU": 0.0})
+    decode = on_devices(asked, 2).config.decode
+    assert (decode.device, gpus_of(decode)) == ("cuda", 1.0)
+    assert reserved(decode) == {"GPU": 2.0, "mine": 1.0}
+    assert on_devices(asked, 9).config.prefill.device == "cpu", "it would be shown none"
+    with pytest.raises(DeviceUnavailable, match="need 2 GPUs"):
+        on_devices(asked, 1)
+    with pytest.raises(ConfigError, match=r"decode\.resources\.GPU: got 0"):
+        config(decode__resources={"GPU": 0.0}, decode__device="cuda")
 
-        def remote(self, *_: object) -> Actor:
-            return self
 
-    def remote_actor(cls: type, threads: int, config: Config, gpus: float = 0.0) -> Actor:
-        started.append(gpus)
-        return Actor()
-
-    monkeypatch.setattr(launcher, "remote_actor", remote_actor)
-    cluster = launcher.Cluster(placed, tmp_path, owns_ray=False)
-    cluster._settings = {s.ref.node_id: (role, s) for role, s in settings.items()}
-    for setting in settings.values():
-        cluster._start_worker(setting)
-    assert started == [0.0, 0.25]
+def test_where_more_gpus_may_come_a_worker_that_has_to_be_on_one_waits_for_it() -> None:
+    asked = config(decode__device="cuda", decode__gpus=0.5)
+    placed = on_devices(asked, 0, can_grow=True)
+    assert (placed.config.prefill.device, placed.config.decode.device) == ("cpu", "cuda")
+    assert reserved(placed.config.decode) == {"GPU": 0.5}
+    assert reserved(placed.config.prefill) == {}

@@ -1,0 +1,277 @@
+"""A Ray cluster that was joined: detached actors by name, a placement group for each worker.
+
+What is started there outlives the process that starts it. A group holds one bundle, so that what a
+worker reserved is free again once it has been drained; where it should be ``cluster.placement``
+says, and Ray places it elsewhere where that cannot be. What a successor must know is kept as one
+JSON document beside the actors. Asks Ray by ``Places`` only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvferry.cluster.config import Config
+from kvferry.cluster.devices import reserved
+from kvferry.cluster.errors import NotPlaced
+from kvferry.cluster.ground import Say, ray_options
+from kvferry.cluster.placement import (
+    Bundle,
+    NodeView,
+    Want,
+    bundle_for,
+    describe,
+    place,
+    share_threads,
+)
+from kvferry.cluster.places import Places
+from kvferry.cluster.ray_actors import node_address
+from kvferry.cluster.ray_places import PREFIX
+from kvferry.cluster.router_actor import RouterEndpoints
+from kvferry.cluster.settings import LOOPBACK, Share, fixed_threads
+from kvferry.worker.messages import NodeRef
+
+KEEPER = f"{PREFIX}keeper"
+AT_ONCE_S = 2.0  # what Ray does not place by then needs room that is not there yet
+TELL_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A worker that there is to be."""
+
+    role: str
+    threads: int
+    memory: float
+    why: str
+
+
+@dataclass(slots=True)
+class Record:
+    """What a successor must know.
+
+    ``num_gpus``: GPUs of Ray's cluster when it began, which settled the devices; ``asked``: the
+    autoscaler has a request of ours.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    model_folder: str = ""
+    num_gpus: float = 0.0
+    slots: dict[str, Slot] = field(default_factory=dict)
+    doors: RouterEndpoints | None = None
+    asked: bool = False
+
+    def to_json(self) -> bytes:
+        """As one line."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Record:
+        """What ``to_json`` wrote."""
+        data = json.loads(text)
+        doors = data["doors"]
+        return cls(
+            data["config"],
+            data["model_folder"],
+            data["num_gpus"],
+            {name: Slot(**slot) for name, slot in data["slots"].items()},
+            None if doors is None else RouterEndpoints(**doors),
+            data["asked"],
+        )
+
+
+def load_record(places: Places) -> Record | None:
+    """The record of a cluster; None where there is none."""
+    text = places.load()
+    return Record.from_json(text) if text else None
+
+
+def clear(places: Places) -> None:
+    """Give back every place, take back what was asked of the autoscaler, forget the record."""
+    record = load_record(places)
+    if record is not None and record.asked:
+        places.request([])
+    places.forget()
+    for name in places.names():
+        places.remove(name)
+
+
+def actor_name(ref: NodeRef) -> str:
+    """The name of an actor in one life: the next one need not wait for Ray to free it."""
+    return f"{PREFIX}{ref.node_id}/{ref.epoch}"
+
+
+class JoinedGround:
+    """See the module. ``config`` says which device each role is on; ``clock``: seconds."""
+
+    def __init__(
+        self, config: Config, places: Places, record: Record, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._places = places
+        self._record = record
+        self._clock = clock
+        self.host = LOOPBACK if config.transfer.host == "loopback" else places.address
+
+    # --- what there is to be ----------------------------------------------------------------
+
+    def names(self) -> dict[str, str]:
+        """See ``Ground``."""
+        return {name: slot.role for name, slot in self._record.slots.items()}
+
+    def share(self, name: str) -> Share:
+        """See ``Ground``."""
+        slot = self._record.slots[name]
+        return Share(slot.threads, slot.memory, self._config.ray.pin_cores)
+
+    def why(self, name: str) -> str:
+        """See ``Ground``."""
+        return self._record.slots[name].why
+
+    def opened(self, doors: RouterEndpoints) -> None:
+        """See ``Ground``."""
+        self._record.doors = doors
+        self._save()
+
+    def _save(self) -> None:
+        self._places.save(self._record.to_json())
+
+    # --- places -----------------------------------------------------------------------------
+
+    def assign(self, roles: Mapping[str, str], say: Say) -> None:
+        """See ``Ground``."""
+        nodes = self._nodes()
+        threads = self._threads(roles, nodes)
+        wants = [
+            Want(name, role, bundle_for(self._resources(role), threads[role]))
+            for name, role in roles.items()
+        ]
+        wishes, _ = place(wants, nodes)
+        try:
+            for wish in wishes:
+                self._places.create(wish.want.name, wish.want.bundle, wish.node_id)
+            self._wait({want.name: want.bundle for want in wants}, say)
+        except BaseException:
+            for want in wants:
+                self._places.remove(want.name)
+            raise
+        where = {want.name: self._places.node_of(want.name) for want in wants}
+        addresses = {node: address for node, address, _ in self._places.nodes()}
+        for wish in wishes:
+            name, role = wish.want.name, wish.want.role
+            alike = sum(other == where[name] for other in where.values())
+            why = wish.why if wish.node_id == where[name] else "where Ray found room"
+            address = addresses.get(where[name] or "", "a lost node")
+            reserved = describe(wish.want.bundle)
+            self._record.slots[name] = Slot(
+                role, threads[role], 1.0 / alike, f"{address}, with {reserved}: {why}"
+            )
+        self._save()
+
+    def _threads(self, roles: Mapping[str, str], nodes: list[NodeView]) -> dict[str, int]:
+        """As those of the role have that are there; else a share of what is free."""
+        fixed = {slot.role: slot.threads for slot in self._record.slots.values()}
+        for role in set(roles.values()):
+            told = fixed_threads(self._config, role)
+            if told is not None:
+                fixed[role] = told
+        counts = {role: list(roles.values()).count(role) for role in dict.fromkeys(roles.values())}
+        resources = {role: self._resources(role) for role in counts}
+        return share_threads(counts, fixed, resources, nodes)
+
+    def _resources(self, role: str) -> Bundle:
+        return reserved(getattr(self._config, role))
+
+    def _nodes(self) -> list[NodeView]:
+        """The live nodes. The router will take a CPU here, if it has not yet."""
+        ours: dict[str, list[str]] = {}
+        for name, slot in self._record.slots.items():
+            there = self._places.node_of(name)
+            if there is not None:
+                ours.setdefault(there, []).append(slot.role)
+        views = []
+        for node_id, address, free in self._places.nodes():
+            amounts = dict(free)
+            if node_id == self._places.here and not self._record.slots:
+                amounts["CPU"] = max(0.0, amounts.get("CPU", 0.0) - 1.0)
+            views.append(NodeView(node_id, address, amounts, tuple(ours.get(node_id, ()))))
+        return sorted(views, key=lambda view: view.address)
+
+    def _wait(self, bundles: Mapping[str, Bundle], say: Say) -> None:
+        """Until all have a node; what has none after a moment the autoscaler is asked for."""
+        began, wait_s = self._clock(), self._config.ray.placement_wait
+        patience, waiting = AT_ONCE_S, list(bundles)
+        while True:
+            until = min(self._clock() + patience, began + wait_s)
+            waiting = [
+                name
+                for name in waiting
+                if not self._places.wait(name, max(0.0, until - self._clock()))
+            ]
+            if not waiting:
+                return
+            lacking = ", ".join(f"{name} ({describe(bundles[name])})" for name in waiting)
+            there = describe(self._places.total())
+            if self._clock() - began >= wait_s:
+                raise NotPlaced(
+                    f"no room for {lacking} after {wait_s:g} s (ray.placement_wait); the whole "
+                    f"cluster has {there}: add nodes, or ask for fewer workers or resources"
+                )
+            self._ask(bundles)
+            say(f"waiting for Ray to place {lacking}; the whole cluster has {there}")
+            patience = TELL_S
+
+    def _ask(self, more: Mapping[str, Bundle]) -> None:
+        """Tell the autoscaler of all that the cluster needs, at once."""
+        present = [
+            bundle_for(self._resources(slot.role), slot.threads)
+            for name, slot in self._record.slots.items()
+            if name not in more
+        ]
+        self._record.asked = True
+        self._save()
+        self._places.request([*present, *more.values()])
+
+    def release(self, name: str) -> None:
+        """See ``Ground``."""
+        if self._record.slots.pop(name, None) is not None:
+            self._places.remove(name)
+            self._save()
+        if self._record.asked:
+            self._ask({})  # or what has been given up would be held for us
+
+    def close(self) -> None:
+        """See ``Ground``."""
+        clear(self._places)
+
+    # --- actors -----------------------------------------------------------------------------
+
+    def worker_options(self, ref: NodeRef) -> dict[str, Any]:
+        """See ``Ground``. Raises KeyError or ValueError if it is not to be any more."""
+        slot = self._record.slots[ref.node_id]
+        return {
+            **ray_options(bundle_for(self._resources(slot.role), slot.threads)),
+            **self._detached(ref),
+            **self._places.in_group(ref.node_id),
+        }
+
+    def router_options(self, ref: NodeRef) -> dict[str, Any]:
+        """On this node, where its doors are known to be. It takes a CPU if there is one."""
+        here = next(
+            (free for node, _, free in self._places.nodes() if node == self._places.here), {}
+        )
+        return {
+            "num_cpus": 1 if here.get("CPU", 0.0) >= 1.0 else 0,
+            **self._detached(ref),
+            **self._places.beside_us(),
+        }
+
+    def _detached(self, ref: NodeRef) -> dict[str, Any]:
+        namespace = self._config.ray.namespace
+        return {"name": actor_name(ref), "namespace": namespace, "lifetime": "detached"}
+
+    def listen_host(self, actor: Any) -> Any:
+        """See ``Ground``: what the actor's node is called by the others."""
+        return LOOPBACK if self.host == LOOPBACK else actor.__ray_call__.remote(node_address)
