@@ -232,6 +232,20 @@ class Client:
         with _typed_errors(self._endpoint):
             self._cluster.Drain(request, timeout=timeout_s + self._timeout_s if timeout_s else None)
 
+    def scale(self, *, timeout_s: float = 0.0, **counts: int | None) -> pb.ScaleResponse:
+        """Grow and shrink to so many workers of ``prefill``, ``decode``, ``colocated``; what is
+        None, or not given, stays. Returns how many there are, when that is what was asked for.
+
+        Raises InvalidRequest, NotReady, DeadlineExceeded after ``timeout_s`` (0: no limit); it goes
+        on all the same.
+        """
+        request = pb.ScaleRequest(timeout_s=timeout_s, **counts)
+        with _typed_errors(self._endpoint):
+            response: pb.ScaleResponse = self._cluster.Scale(
+                request, timeout=timeout_s + self._timeout_s if timeout_s else None
+            )
+        return response
+
     def health(self) -> bool:
         """Whether the inference service says that it is serving."""
         request = health_pb2.HealthCheckRequest(service=HEALTH_SERVICE)

@@ -18,7 +18,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvferry.cluster.config_schema import Config, Replicas, parse_duration, parse_size
+from kvferry.cluster.config_schema import Config, Replicas
+from kvferry.cluster.config_values import parse_duration, parse_size
 from kvferry.kv_cache.errors import KVFerryError
 
 __all__ = ["Config", "ConfigError", "Replicas", "load_config", "parse_duration", "parse_size"]
@@ -35,9 +36,6 @@ class ConfigError(KVFerryError):
 _LATER_KEYS = {
     "": ("slo", "tenants"),
     "cache": ("hash_seed",),
-    "prefill": ("resources",),
-    "decode": ("resources",),
-    "colocated": ("resources",),
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
     "server": ("tls", "auth"),

@@ -1,94 +1,31 @@
 """The sections of the configuration file, their defaults and ranges, as frozen models.
 
-Owns every default that a user may set, once. Durations are written as ``1s``, ``500ms`` or a
-number of seconds and read as seconds (float); sizes are written as ``512MiB``, ``1GB`` or a number
-of bytes and read as bytes (int).
+Owns every default that a user may set, once; how values are written is ``cluster.config_values``'.
 
 Does not know where values come from: ``cluster.config`` reads files and overrides.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvferry.cluster.config_values import (
+    BlockSize,
+    Count,
+    Duration,
+    HostPort,
+    Probability,
+    RayAddress,
+    Resources,
+    RoleBlockSize,
+    Size,
+    Text,
 )
 
-from kvferry.kv_cache.layout import MAX_BLOCK_SIZE
-
-_DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_SIZE_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-AUTO_SIZE: Final = "auto"
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
-
-
-def _quantity(value: object, units: Mapping[str, float], example: str) -> float:
-    """``value`` in the base unit; raises ValueError naming the units that are understood."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2] not in units:
-        known = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"wanted a number, or one with a unit such as {example} ({known})")
-    return float(match[1]) * units[match[2]]
-
-
-def parse_duration(value: object) -> float:
-    """Seconds in ``1s``, ``500ms`` or a number of seconds; finite and not negative."""
-    seconds = _quantity(value, _DURATION_UNITS, "500ms")
-    if not math.isfinite(seconds) or seconds < 0:
-        raise ValueError("wanted a finite duration, not negative")
-    return seconds
-
-
-def parse_size(value: object) -> int:
-    """Bytes in ``512MiB``, ``1GB`` or a number of bytes; a whole number, not negative."""
-    size = _quantity(value, _SIZE_UNITS, "512MiB")
-    if not math.isfinite(size) or size < 0 or size != int(size):
-        raise ValueError("wanted a whole number of bytes, not negative")
-    return int(size)
-
-
-def _host_port(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError("wanted HOST:PORT, such as 127.0.0.1:50051 (port 0 picks a free one)")
-    return value
-
-
-def _block_size(value: object) -> int | str:
-    if value == AUTO_SIZE:
-        return AUTO_SIZE
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_BLOCK_SIZE:
-        return value
-    raise ValueError(f"wanted 1 to {MAX_BLOCK_SIZE} token positions, or {AUTO_SIZE}")
-
-
-def _block_size_or_none(value: object) -> int | str | None:
-    return None if value is None else _block_size(value)
-
-
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-HostPort = Annotated[str, AfterValidator(_host_port)]
-RayAddress = Annotated[str, AfterValidator(lambda it: it if it == "auto" else _host_port(it))]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
-Text = Annotated[str, Field(min_length=1)]
-BlockSize = Annotated[int | Literal["auto"], PlainValidator(_block_size)]
-RoleBlockSize = Annotated[int | Literal["auto"] | None, PlainValidator(_block_size_or_none)]
+OWN_RAY_HAS = frozenset({"CPU", "GPU", "memory"})
 
 
 class _Section(BaseModel):
@@ -161,10 +98,14 @@ class SchedulerConfig(_Section):
 class RoleConfig(_Section):
     """The workers of one role. None: ``replicas`` see ``Config.replicas``; ``threads`` a share of
     the cores; ``block_size`` and ``num_blocks`` as in ``cache``.
+
+    ``resources`` are Ray's that each worker reserves, by name. In a cluster that is joined a
+    worker also reserves a CPU for each of its threads, unless ``CPU`` is among them.
     """
 
     replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    resources: Resources = {}
     device: Literal["auto", "cpu"] = "auto"
     block_size: RoleBlockSize = None
     num_blocks: Count | None = None
@@ -191,7 +132,8 @@ class TransferConfig(_Section):
 
     ``stall_limit`` bounds a lease whose reader makes no progress, and a worker's step;
     ``read_timeout`` a read that gives no block; ``max_in_flight_blocks`` is per
-    peer; ``checksum`` auto verifies every block.
+    peer; ``checksum`` auto verifies every block. ``host``: where workers and router listen for each
+    other; auto is loopback with a Ray of one's own, and the node's address in one that is joined.
     """
 
     connector: Literal["auto", "shm", "tcp"] = "auto"
@@ -201,6 +143,7 @@ class TransferConfig(_Section):
     read_timeout: Annotated[Duration, Field(ge=0.1, le=3600)] = 10.0
     heartbeat: Annotated[Duration, Field(ge=0.01, le=60)] = 0.5
     max_in_flight_blocks: Count = 64
+    host: Literal["auto", "loopback", "node"] = "auto"
     faults: FaultsConfig = FaultsConfig()
 
 
@@ -240,12 +183,15 @@ class ServerConfig(_Section):
 class RayConfig(_Section):
     """The Ray cluster to join; with no ``address`` a local one is started.
 
-    Address auto is the one that runs on this host.
+    Address auto is the one that runs on this host. What follows is of one that is joined: how long
+    workers wait for a place there, and whether those of a host keep to cores of their own.
     """
 
     address: RayAddress | None = None
     namespace: Text = "kvferry"
     object_store_memory: Annotated[Size, Field(ge=75 * 2**20)] = 100 * 2**20
+    placement_wait: Annotated[Duration, Field(le=86400)] = 600.0
+    pin_cores: bool = True
 
 
 class LoggingConfig(_Section):
@@ -386,6 +332,18 @@ class Config(_Section):
                 f"cache.prefix_match_unit: got {unit}, wanted a divisor of every block size ("
                 + ", ".join(f"{role} {size}" for role, size in uneven.items())
                 + ")",
+            ),
+            *(
+                (
+                    self.ray.address is not None or section.resources.keys() <= OWN_RAY_HAS,
+                    f"{role}.resources: got {', '.join(section.resources)}; a Ray of one's own has "
+                    "CPU, GPU and memory only: join a cluster (ray.address) for others",
+                )
+                for role, section in (
+                    ("prefill", self.prefill),
+                    ("decode", self.decode),
+                    ("colocated", self.colocated),
+                )
             ),
             (
                 can_serve,

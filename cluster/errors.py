@@ -16,7 +16,8 @@ here::
     ├── PermissionDenied
     ├── Overloaded                      carries retry_after_s
     ├── NotReady
-    │   └── ClusterUnreachable          raised by clients
+    │   ├── ClusterUnreachable          raised by clients
+    │   └── NotPlaced                   start-up, growing
     ├── WorkerLost
     ├── RequestPoisoned
     ├── Cancelled
@@ -65,6 +66,7 @@ __all__ = [
     "Internal",
     "InvalidRequest",
     "KVFerryError",
+    "NotPlaced",
     "NotReady",
     "Overloaded",
     "PermissionDenied",
@@ -125,6 +127,10 @@ class ClusterUnreachable(NotReady):
     """Nothing answers at the endpoint."""
 
     exit_code = 4
+
+
+class NotPlaced(NotReady):
+    """Ray has no room for a worker, or none in time; names what it wanted and what there is."""
 
 
 class WorkerLost(KVFerryError):

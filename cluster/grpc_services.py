@@ -22,6 +22,7 @@ from kvferry.cluster.intake import Intake
 from kvferry.cluster.reports.common import distribution_version, machine
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router_node import RouterNode
+from kvferry.cluster.scaling import ROLES
 from kvferry.cluster.session import BranchEnd, SessionItem, TextDelta, coalesced
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.protos import kvferry_pb2_grpc
@@ -140,7 +141,7 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
 
 
 class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
-    """Status and Audit."""
+    """Status, Audit, Drain, Scale."""
 
     def __init__(self, node: RouterNode, endpoints: pb.Endpoints) -> None:
         self._node = node
@@ -211,6 +212,15 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         return pb.DrainResponse()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        """Grow and shrink; answers when there are as many workers as were asked for."""
+        counts = {role: getattr(request, role) for role in ROLES if request.HasField(role)}
+        try:
+            present = await self._node.scale(counts, request.timeout_s or None)
+        except Exception as error:  # the call's boundary: every error becomes a status
+            await fail(context, error)
+        return pb.ScaleResponse(**present)
 
 
 async def fail(

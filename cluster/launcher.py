@@ -1,37 +1,45 @@
-"""Starting a cluster: Ray, the worker actors, the router actor; and ending them.
+"""Starting a cluster: the worker actors and the router actor on their ground; and ending them.
 
 Ray places the actors and ends them; no token and no block passes through it. Owns the order of
-starting and stopping; what happens to processes in between is ``cluster.supervision``'s.
+starting, growing, shrinking and stopping; what happens to processes in between is
+``cluster.supervision``'s, and where they go ``cluster.ground``'s. On a Ray of one's own all this is
+in the process that serves; in one that was joined it is in ``cluster.keeper``'s.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from kvferry.cluster.block_sizes import choose_block_sizes
+from kvferry.cluster.adopting import Found
+from kvferry.cluster.block_sizes import BlockSizes, choose_block_sizes
 from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.errors import NotReady
+from kvferry.cluster.ground import Ground, OwnGround, Say, first_workers, of_role
+from kvferry.cluster.own_ray import write_note
 from kvferry.cluster.ports import check_port
 from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_actor
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
-from kvferry.cluster.settings import kv_dtype, log_settings, router_settings, worker_settings
-from kvferry.cluster.supervision import RunningRouter, RunningWorker, Starts, Supervision
+from kvferry.cluster.scaling import ScaleDone, ScaleOrder, names_to_add, names_to_drain
+from kvferry.cluster.settings import kv_dtype, log_settings, router_settings, worker_setting
+from kvferry.cluster.supervision import Orders, RunningRouter, RunningWorker, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
+from kvferry.kv_cache.errors import KVFerryError
 from kvferry.prefill_worker.actor import PrefillWorker
 from kvferry.worker.actor import WorkerActor
-from kvferry.worker.build import WorkerSettings
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
+
+logger = logging.getLogger(__name__)
 
 LEAST_ROUTER_SILENCE_S = 1.5  # a router that tokenizes a long prompt answers late
 READY_TIMEOUT_S = 60.0
@@ -45,8 +53,6 @@ ROLES: dict[str, type[WorkerActor]] = {
     "colocated": ColocatedWorker,
 }
 
-Say = Callable[[str], None]
-
 
 class Cluster:
     """A running cluster; ends with ``stop`` or as a context manager.
@@ -57,57 +63,69 @@ class Cluster:
         startup_s: seconds from the call of ``start`` to readiness.
     """
 
-    def __init__(self, config: Config, model_folder: Path, owns_ray: bool) -> None:
+    def __init__(
+        self, config: Config, model_folder: Path, ground: Ground, owns_ray: bool = False
+    ) -> None:
         self.grpc = config.server.grpc
         self.http = config.server.http
         self.metrics = config.server.metrics
-        self.ray_address = ""
+        self.ray_address: str = ray.get_runtime_context().gcs_address
         self.startup_s = 0.0
         self._config = config
         self._model_folder = model_folder
+        self._ground = ground
         self._logs = log_settings(config)
         self._owns_ray = owns_ray
-        self._settings: dict[str, tuple[str, WorkerSettings]] = {}
+        self._sizes: BlockSizes = choose_block_sizes(config, model_folder, kv_dtype(config))
         self._router: Any = None
         self._actors: list[Any] = []
         self._supervision: Supervision | None = None
+        self._scaling = threading.Lock()
         self._stopped = False
+        self._note = write_note(self.ray_address) if owns_ray else None
 
     @classmethod
     def start(cls, config: Config, model_folder: Path, progress: Say) -> Cluster:
-        """Start Ray (or join it), the workers and the router; return when ready.
+        """Start a Ray of our own, the workers and the router; return when ready.
 
         Raises whatever kept a part from starting, as the error that it was.
         """
         began = time.monotonic()
-        if not config.ray.address:  # else the router may be on another host
-            server = config.server
-            for port in filter(None, (server.grpc, server.http, server.metrics)):
-                check_port(port)
-        address = config.ray.address
-        progress(f"joining the Ray cluster at {address}" if address else "starting Ray")
+        server = config.server
+        for port in filter(None, (server.grpc, server.http, server.metrics)):
+            check_port(port)
+        progress("starting Ray")
         owns_ray = init_ray(config)
-        cluster = cls(config, model_folder, owns_ray)
         try:
-            cluster._start(progress)
+            cluster = cls(config, model_folder, OwnGround(config), owns_ray)
         except BaseException:
-            cluster.stop(grace_s=0.0)  # nobody is served yet
+            if owns_ray:
+                ray.shutdown()
             raise
+        cluster.open(progress)
+        if owns_ray:
+            write_note(cluster.ray_address)  # with all that has come since
         cluster.startup_s = time.monotonic() - began
         return cluster
 
-    def _start(self, progress: Say) -> None:
-        self.ray_address = ray.get_runtime_context().gcs_address
-        sizes = choose_block_sizes(self._config, self._model_folder, kv_dtype(self._config))
-        for line in sizes.lines:
+    def open(self, progress: Say) -> None:
+        """Start workers and router; return when ready. What was started is ended on failure."""
+        try:
+            self._open(progress)
+        except BaseException:
+            self.stop(grace_s=0.0)  # nobody is served yet
+            raise
+
+    def _open(self, progress: Say) -> None:
+        for line in self._sizes.lines:
             progress(line)
-        settings = worker_settings(self._config, self._model_folder, sizes, next_epoch)
-        self._settings = {setting.ref.node_id: (role, setting) for role, setting in settings}
-        progress(f"starting {len(self._settings)} workers and the router")
+        wanted = first_workers(self._config)
+        self._ground.assign(wanted, progress)
+        progress(f"starting {len(wanted)} workers and the router")
         self._router = self._new_router()
         started = []
-        for _, setting in self._settings.values():
-            actor, pending = self._start_worker(setting)
+        for name in wanted:
+            actor, pending = self._start_worker(name)
             self._actors.append(actor)
             started.append((actor, pending))
         workers: list[WorkerDescription] = [get(pending) for _, pending in started]
@@ -116,21 +134,45 @@ class Cluster:
         for warning in sorted({w.kernels_warning for w in workers if w.kernels_warning}):
             progress(f"warning: {warning}")
         self._model = served_model(workers, self._config.model.served_name)
-        endpoints = get(self._router.start.remote(self._model, workers))
-        self.grpc, self.http, self.metrics = endpoints.grpc, endpoints.http, endpoints.metrics
+        self._opened(get(self._router.start.remote(self._model, workers)))
         self._wait_ready(progress)
         router = RunningRouter(self._router, *get(self._router.whereabouts.remote(node_id)))
+        running = [
+            RunningWorker(actor, description, actor.wait.remote())
+            for (actor, _), description in zip(started, workers, strict=True)
+        ]
+        self._supervise(running, router)
+        progress("ready")
+
+    def take_up(self, found: Found) -> None:
+        """Go on with the cluster that an earlier launcher has left; what is missing is started."""
+        self._model = found.model
+        doors = found.doors
+        self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
+        router = found.router
+        if router is None:
+            self._router = self._new_router()
+            descriptions = [worker.description for worker in found.workers]
+            self._opened(get(self._router.start.remote(self._model, descriptions)))
+            router = RunningRouter(self._router, *get(self._router.whereabouts.remote(node_id)))
+        self._supervise(found.workers, router)
+        assert self._supervision is not None
+        missing = self._ground.names().keys() - {w.ref.node_id for w in found.workers}
+        self._supervision.expect(sorted(missing))
+
+    def _supervise(self, workers: list[RunningWorker], router: RunningRouter) -> None:
         self._supervision = Supervision(
-            Starts(self._restart_worker, self._restart_router),
-            [
-                RunningWorker(actor, description, actor.wait.remote())
-                for (actor, _), description in zip(started, workers, strict=True)
-            ],
+            Starts(self._start_worker, self._restart_router),
+            workers,
             router,
             max(LEAST_ROUTER_SILENCE_S, self._config.router.heartbeat_timeout),
+            Orders(self._scale_soon, self._ground.release),
         )
         self._supervision.start()
-        progress("ready")
+
+    def _opened(self, doors: RouterEndpoints) -> None:
+        self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
+        self._ground.opened(doors)
 
     def _wait_ready(self, progress: Say) -> None:
         progress("waiting for the workers to connect")
@@ -143,23 +185,73 @@ class Cluster:
     def _new_router(self) -> Any:
         ref = NodeRef(ROUTER_NAME, next_epoch())
         doors = RouterEndpoints(self.grpc, self.http, self.metrics)
-        settings = router_settings(self._config, self._model_folder, ref, doors)
-        return remote_actor(RouterActor, 1, self._config).remote(settings, self._logs)
+        settings = router_settings(self._config, self._model_folder, ref, doors, self._ground.host)
+        options = self._ground.router_options(ref)
+        return remote_actor(RouterActor, 1, options).remote(settings, self._logs)
 
-    def _start_worker(self, setting: WorkerSettings) -> tuple[Any, Any]:
-        role, _ = self._settings[setting.ref.node_id]
-        actor = remote_actor(ROLES[role], setting.threads, self._config).remote(setting, self._logs)
-        return actor, actor.start.remote(actor.__ray_call__.remote(node_id))
-
-    def _restart_worker(self, name: str) -> tuple[Any, Any]:
+    def _start_worker(self, name: str) -> tuple[Any, Any]:
         """The worker of this name in a new life, on its way."""
-        _, setting = self._settings[name]
-        return self._start_worker(replace(setting, ref=NodeRef(name, next_epoch())))
+        ref = NodeRef(name, next_epoch())
+        role, share = self._ground.names()[name], self._ground.share(name)
+        setting = worker_setting(self._config, self._model_folder, self._sizes, role, ref, share)
+        options = self._ground.worker_options(ref)
+        actor = remote_actor(ROLES[role], share.threads, options).remote(setting, self._logs)
+        where = actor.__ray_call__.remote(node_id)
+        listen = self._ground.listen_host(actor)
+        return actor, actor.start.remote(where, listen, self._ground.why(name))
 
     def _restart_router(self, workers: list[WorkerDescription]) -> tuple[Any, Any]:
         """The router in a new life, at the same address, on its way."""
         actor = self._new_router()
         return actor, actor.start.remote(self._model, workers)
+
+    # --- growing and shrinking --------------------------------------------------------------
+
+    def _scale_soon(self, order: ScaleOrder) -> None:
+        """An order came; finding places may take long, and others must be watched meanwhile."""
+        thread = threading.Thread(
+            target=self._scale, args=(order,), name="kvferry-scale", daemon=True
+        )
+        thread.start()
+
+    def _scale(self, order: ScaleOrder) -> None:
+        assert self._supervision is not None
+        with self._scaling:
+            error = ""
+            try:
+                self._scale_to(order, self._supervision)
+            except KVFerryError as caught:
+                error = str(caught)
+            except Exception as caught:  # the thread's boundary: whoever ordered it is told
+                logger.exception("a scale order failed")
+                error = f"{type(caught).__name__}: {caught}"
+            router, _ = self._supervision.actors()
+            router.scale_done.remote(ScaleDone(order.order_id, error))
+
+    def _scale_to(self, order: ScaleOrder, supervision: Supervision) -> None:
+        names = self._ground.names()
+        adding: dict[str, str] = {}
+        alive = {ref.node_id for ref in supervision.processes()}
+        for role, number in order.counts.items():
+            present = of_role(names, role)
+            if number > len(present) and role not in self._sizes.by_role:
+                raise NotReady(
+                    f"this cluster began without {role} workers: their block size is not settled; "
+                    f"start it with {role}.replicas of at least 1"
+                )
+            new = names_to_add(role, number - len(present), names)
+            adding.update(dict.fromkeys(new, role))
+            dead = [name for name in present if name not in alive]
+            for name in names_to_drain(number, present, dead):
+                if name in alive:
+                    supervision.drain(name)
+                else:
+                    supervision.forget(name)
+        if adding:
+            self._ground.assign(adding, logger.warning)
+            supervision.expect(list(adding))
+
+    # --- what others ask --------------------------------------------------------------------
 
     def processes(self) -> dict[NodeRef, int]:
         """Process ids of the workers and the router in their present lives."""
@@ -181,6 +273,10 @@ class Cluster:
             return None
         return views
 
+    def ended(self) -> bool:
+        """Whether somebody else has ended it: on a Ray of one's own they signal this process."""
+        return False
+
     def stop(self, grace_s: float = 0.0) -> None:
         """Let streams finish for ``grace_s`` seconds, end the rest, end every process; idempotent.
 
@@ -199,8 +295,11 @@ class Cluster:
         for actor in [*actors, router]:
             if actor is not None:
                 ray.kill(actor)
+        self._ground.close()
         if self._owns_ray:
             ray.shutdown()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
 
     def __enter__(self) -> Cluster:
         return self

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 
-from kvferry.cluster.config import Config
 from kvferry.kv_cache.errors import KVFerryError
 
 START_TIMEOUT_S = 300.0
@@ -31,7 +30,7 @@ def next_epoch() -> int:
     return epoch
 
 
-def remote_actor(cls: type, threads: int, config: Config) -> Any:
+def remote_actor(cls: type, threads: int, options: Mapping[str, Any]) -> Any:
     """``cls`` as a Ray actor with its share of the cores; OpenMP must know it before it loads."""
     env = {
         "OMP_NUM_THREADS": str(threads),
@@ -39,16 +38,20 @@ def remote_actor(cls: type, threads: int, config: Config) -> Any:
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     return ray.remote(cls).options(
-        num_cpus=threads if config.ray.address else 0,
-        max_concurrency=4,
-        max_restarts=0,
-        runtime_env={"env_vars": env},
+        max_concurrency=4, max_restarts=0, runtime_env={"env_vars": env}, **options
     )
 
 
 def node_id(_actor: object) -> str:
     """Ray's id of the node that an actor was placed on; runs in the actor's process."""
     found: str = ray.get_runtime_context().get_node_id()
+    return found
+
+
+def node_address(_actor: object) -> str:
+    """The address by which other nodes know the one that an actor was placed on; runs there."""
+    here = node_id(_actor)
+    found: str = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == here)
     return found
 
 

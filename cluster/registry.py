@@ -7,13 +7,18 @@ has happened before. Knows no requests' states and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.cluster.deaths import DeathCause
 from kvferry.cluster.policy import WorkerView
 from kvferry.engine.request import RequestId
 from kvferry.worker.messages import LoadReport, Member, NodeRef, Role
+
+
+def role_name(roles: Sequence[Role]) -> str:
+    """``colocated`` for a worker with both roles."""
+    return roles[0].value if len(roles) == 1 else "colocated"
 
 
 @dataclass(slots=True)

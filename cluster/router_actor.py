@@ -16,13 +16,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvferry.cluster.deaths import Death
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.metrics.endpoint import MetricsServer
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
+from kvferry.cluster.scaling import RouterNews, ScaleDone
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
@@ -99,9 +99,21 @@ class RouterActor:
         """Every request that has not ended."""
         return self._call(self._request_views())
 
-    def lost_workers(self) -> list[Death]:
-        """Workers that this router has taken for dead, or drained, since it was last asked."""
-        return self._call(self._take_lost())
+    def news(self) -> RouterNews:
+        """Workers taken for dead, or drained, and orders that came, since it was last asked."""
+        return self._call(self._take_news())
+
+    def is_open(self) -> bool:
+        """Whether it serves."""
+        return self._server is not None
+
+    def begin_drain(self, worker_id: str) -> None:
+        """Take a worker out of service; ``news`` tells when it has gone. Unknown: nothing."""
+        self._call(self._on_node(lambda node: node.begin_drain(worker_id)))
+
+    def scale_done(self, done: ScaleDone) -> None:
+        """What became of a scale order."""
+        self._call(self._on_node(lambda node: node.scale_done(done)))
 
     def register(self, worker: WorkerDescription) -> None:
         """A worker has joined."""
@@ -128,13 +140,14 @@ class RouterActor:
         requests = self._node.router.requests if self._node is not None else {}
         return [request.view() for request in requests.values()]
 
-    async def _take_lost(self) -> list[Death]:
+    async def _take_news(self) -> RouterNews:
         if self._node is None:
-            return []
-        lost = [*self._node.router.lost, *self._node.drained]
-        self._node.drained.clear()
-        self._node.router.lost.clear()
-        return lost
+            return RouterNews()
+        node = self._node
+        news = RouterNews((*node.router.lost, *node.drained), tuple(node.orders))
+        for told in (node.drained, node.router.lost, node.orders):
+            told.clear()
+        return news
 
     async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
         settings = self._settings

@@ -12,20 +12,28 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.draining import begin_drain, holds_any, serves_any
-from kvferry.cluster.errors import DeadlineExceeded, NotReady, Overloaded, WorkerLost
+from kvferry.cluster.errors import (
+    DeadlineExceeded,
+    NotReady,
+    Overloaded,
+    UnknownRequest,
+    WorkerLost,
+)
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.metrics.families import Family, WorkerInfo, families
 from kvferry.cluster.policy import LeastLoaded
+from kvferry.cluster.registry import role_name
 from kvferry.cluster.reports.common import distribution_version
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
+from kvferry.cluster.scaling import ROLES, ScaleDone, ScaleOrder, check_counts
 from kvferry.cluster.session import BranchedSession, Session, SessionItem
 from kvferry.engine.chat import HelperUnavailable
 from kvferry.engine.chat_pool import MAX_HELPERS
@@ -41,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
+OVERTAKEN = "another order to scale came after this one"
 MAX_WAITING_CHATS = 256  # each may hold megabytes
 
 T = TypeVar("T")
@@ -68,6 +77,9 @@ class RouterNode:
         self._version = distribution_version("kvferry") or ""
         self.drained: deque[Death] = deque(maxlen=256)
         self._drains: dict[NodeRef, asyncio.Task[None]] = {}
+        self.orders: deque[ScaleOrder] = deque(maxlen=256)
+        self._ordered: dict[int, asyncio.Future[ScaleDone]] = {}
+        self._num_orders = 0
         # Conversations have threads of their own: slow ones hold up each other, and no text.
         self._chat_threads = ThreadPoolExecutor(MAX_HELPERS, "kvferry-chat")
         self._num_chats = 0
@@ -161,14 +173,22 @@ class RouterNode:
         Goes on when the caller has gone. Raises UnknownRequest, WorkerLost if it dies meanwhile,
         DeadlineExceeded after ``timeout_s``.
         """
-        requests = self.router.requests
-        ref = begin_drain(self.router.workers, requests.values(), worker_id)
-        if ref not in self._drains:
-            self._drains[ref] = self._loop.create_task(self._drain(ref))
-        done, _ = await asyncio.wait({self._drains[ref]}, timeout=timeout_s)
+        draining = self._begin_drain(worker_id)
+        done, _ = await asyncio.wait({draining}, timeout=timeout_s)
         if not done:
             raise DeadlineExceeded(f"{worker_id} still holds something after {timeout_s:g} s")
-        self._drains[ref].result()
+        draining.result()
+
+    def begin_drain(self, worker_id: str) -> None:
+        """Likewise, without waiting; a worker that is unknown has gone already."""
+        with contextlib.suppress(UnknownRequest):
+            self._begin_drain(worker_id)
+
+    def _begin_drain(self, worker_id: str) -> asyncio.Task[None]:
+        ref = begin_drain(self.router.workers, self.router.requests.values(), worker_id)
+        if ref not in self._drains:
+            self._drains[ref] = self._loop.create_task(self._drain(ref))
+        return self._drains[ref]
 
     async def _drain(self, ref: NodeRef) -> None:
         while self.router.workers.get(ref) is not None:
@@ -182,6 +202,52 @@ class RouterNode:
         self.drained.append(Death(ref, "drained", self.clock(), drained=True))
         del self.descriptions[ref]
         self._flush()
+
+    def num_workers(self) -> dict[str, int]:
+        """How many workers there are, those that are leaving too; by role."""
+        names = [role_name(record.member.roles) for record in self.router.workers]
+        return {role: names.count(role) for role in ROLES}
+
+    async def scale(self, counts: Mapping[str, int], timeout_s: float | None) -> dict[str, int]:
+        """Grow and shrink to so many workers of these roles; returns when there are, how many.
+
+        Whoever watches this router starts and ends them. Goes on when the caller has gone. Raises
+        InvalidRequest, NotReady if there was no place, DeadlineExceeded after ``timeout_s``.
+        """
+        wanted = check_counts(counts, self.num_workers())
+        self._num_orders += 1
+        order = ScaleOrder(self.router.ref.epoch << 32 | self._num_orders, wanted)
+        answer: asyncio.Future[ScaleDone] = self._loop.create_future()
+        for earlier in self._ordered.values():
+            if not earlier.done():
+                earlier.set_result(ScaleDone(0, OVERTAKEN))
+        number = self._num_orders
+        self._ordered[order.order_id] = answer
+        self.orders.append(order)
+        try:
+            async with asyncio.timeout(timeout_s):
+                done = await answer
+                if done.error:
+                    raise NotReady(done.error)
+                while (present := self.num_workers()) != wanted:
+                    if number != self._num_orders:
+                        raise NotReady(OVERTAKEN)
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            now = self.num_workers()
+            raise DeadlineExceeded(
+                f"after {timeout_s:g} s there are {_listed(now)}, wanted {_listed(wanted)}; it "
+                "goes on"
+            ) from None
+        finally:
+            del self._ordered[order.order_id]
+        return present
+
+    def scale_done(self, done: ScaleDone) -> None:
+        """Places were found for an order, or not; what was asked for is on its way."""
+        answer = self._ordered.get(done.order_id)
+        if answer is not None and not answer.done():
+            answer.set_result(done)
 
     async def audit(self, ref: NodeRef) -> m.AuditReport:
         """Ask a worker to walk its pool. Raises TimeoutError."""
@@ -248,3 +314,7 @@ class RouterNode:
             for envelope in envelopes
             if (description := self.descriptions.get(envelope.receiver)) is not None
         )
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {role}" for role, number in counts.items() if number) or "none"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config
+from kvferry.cluster.config_schema import RoleConfig
 from kvferry.cluster.router_actor import RouterEndpoints, RouterSettings
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.server_limits import ServerLimits
@@ -18,6 +18,8 @@ from kvferry.worker.build import WorkerSettings
 from kvferry.worker.logs import LogSettings
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
+
+LOOPBACK = "127.0.0.1"
 
 
 def model_dtype(config: Config) -> ModelDtype:
@@ -32,63 +34,84 @@ def kv_dtype(config: Config) -> str:
     return "bfloat16" if model_dtype(config) == "bfloat16" else "float32"
 
 
-def worker_settings(
-    config: Config, model_folder: Path, block_sizes: BlockSizes, epoch: Callable[[], int]
-) -> list[tuple[str, WorkerSettings]]:
-    """The workers that a configuration asks for: (role, settings)."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A worker's part of its host: threads, a share of the memory, whether cores are its own."""
+
+    threads: int
+    memory: float
+    pin_cores: bool = False
+
+
+def role_counts(config: Config) -> dict[str, int]:
+    """How many workers of each role a configuration asks for."""
     replicas = config.replicas()
-    counts = {
+    return {
         "prefill": replicas.prefill,
         "decode": replicas.decode,
         "colocated": replicas.colocated,
     }
-    total = sum(counts.values())
-    share = max(1, len(os.sched_getaffinity(0)) // total)
+
+
+def fixed_threads(config: Config, role: str) -> int | None:
+    """Threads of each worker of a role as the configuration says them; None: it does not."""
+    section: RoleConfig = getattr(config, role)
+    if section.threads is not None:
+        return section.threads
+    cpus = section.resources.get("CPU", 0.0)
+    return max(1, int(cpus)) if cpus else None
+
+
+def worker_setting(
+    config: Config,
+    model_folder: Path,
+    block_sizes: BlockSizes,
+    role: str,
+    ref: NodeRef,
+    share: Share,
+) -> WorkerSettings:
+    """The settings of one worker."""
     faults = config.transfer.faults
-    settings = []
-    for role, count in counts.items():
-        section = getattr(config, role)
-        for index in range(count):
-            setting = WorkerSettings(
-                ref=NodeRef(f"{role}-{index}", epoch()),
-                model_folder=str(model_folder),
-                dtype=model_dtype(config),
-                kv_dtype=kv_dtype(config),
-                scheduler=SchedulerConfig(
-                    config.scheduler.max_num_seqs,
-                    config.scheduler.max_num_batched_tokens,
-                    config.scheduler.chunk_tokens,
-                    config.scheduler.watermark,
-                    _ageing(config),
-                ),
-                times=WorkerTimes(
-                    config.transfer.list_period,
-                    config.transfer.heartbeat,
-                    config.router.heartbeat_timeout,
-                    config.transfer.stall_limit,
-                    config.transfer.read_timeout,
-                ),
-                block_size=block_sizes.by_role[role],
-                prefix_caching=config.cache.prefix_caching,
-                match_unit=block_sizes.match_unit,
-                max_model_len=config.model.max_model_len,
-                num_blocks=section.num_blocks or config.cache.num_blocks,
-                pool_bytes=None if section.num_blocks else config.cache.memory,
-                memory_share=1.0 / total,
-                threads=section.threads or share,
-                kernels=config.debug.kernels,
-                isa=config.debug.isa,
-                connector=config.transfer.connector,
-                checksum=config.transfer.checksum != "never",
-                max_in_flight_blocks=config.transfer.max_in_flight_blocks,
-                faults=None if faults == type(faults)() else FaultPlan(**faults.model_dump()),
-                audit_every_step=config.debug.audit_every_step,
-                host_bytes=config.cache.host_tier.memory or 0,
-                disk_path=config.cache.host_tier.disk_path,
-                disk_bytes=config.cache.host_tier.disk_size or 0,
-            )
-            settings.append((role, setting))
-    return settings
+    section: RoleConfig = getattr(config, role)
+    return WorkerSettings(
+        ref=ref,
+        model_folder=str(model_folder),
+        dtype=model_dtype(config),
+        kv_dtype=kv_dtype(config),
+        scheduler=SchedulerConfig(
+            config.scheduler.max_num_seqs,
+            config.scheduler.max_num_batched_tokens,
+            config.scheduler.chunk_tokens,
+            config.scheduler.watermark,
+            _ageing(config),
+        ),
+        times=WorkerTimes(
+            config.transfer.list_period,
+            config.transfer.heartbeat,
+            config.router.heartbeat_timeout,
+            config.transfer.stall_limit,
+            config.transfer.read_timeout,
+        ),
+        block_size=block_sizes.by_role[role],
+        prefix_caching=config.cache.prefix_caching,
+        match_unit=block_sizes.match_unit,
+        max_model_len=config.model.max_model_len,
+        num_blocks=section.num_blocks or config.cache.num_blocks,
+        pool_bytes=None if section.num_blocks else config.cache.memory,
+        memory_share=share.memory,
+        threads=share.threads,
+        pin_cores=share.pin_cores,
+        kernels=config.debug.kernels,
+        isa=config.debug.isa,
+        connector=config.transfer.connector,
+        checksum=config.transfer.checksum != "never",
+        max_in_flight_blocks=config.transfer.max_in_flight_blocks,
+        faults=None if faults == type(faults)() else FaultPlan(**faults.model_dump()),
+        audit_every_step=config.debug.audit_every_step,
+        host_bytes=config.cache.host_tier.memory or 0,
+        disk_path=config.cache.host_tier.disk_path,
+        disk_bytes=config.cache.host_tier.disk_size or 0,
+    )
 
 
 def _ageing(config: Config) -> float | None:
@@ -102,9 +125,13 @@ def log_settings(config: Config) -> LogSettings:
 
 
 def router_settings(
-    config: Config, model_folder: Path, ref: NodeRef, doors: RouterEndpoints
+    config: Config,
+    model_folder: Path,
+    ref: NodeRef,
+    doors: RouterEndpoints,
+    bind_host: str = LOOPBACK,
 ) -> RouterSettings:
-    """The router's settings, listening at its ``doors``."""
+    """The router's settings, listening at its ``doors``, and for workers at ``bind_host``."""
     return RouterSettings(
         ref,
         str(model_folder),
@@ -121,6 +148,7 @@ def router_settings(
         ),
         config.router.prefill_window,
         config.model.served_name,
+        bind_host,
         limits=ServerLimits(
             config.server.max_message_bytes,
             config.server.keepalive,

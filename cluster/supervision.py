@@ -18,14 +18,16 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 import ray
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.ray_actors import node_id
+from kvferry.cluster.scaling import RouterNews, ScaleOrder
 from kvferry.cluster.supervisor import Supervisor
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
@@ -110,8 +112,18 @@ class Starts:
     router: Callable[[list[WorkerDescription]], tuple[Any, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Whom to tell: of a scale order that a router has, and of a worker that has left for good."""
+
+    scale: Callable[[ScaleOrder], None]
+    gone: Callable[[str], None]
+
+
 class Supervision:
     """See the module. ``stop`` ends the watching, not the processes.
+
+    ``expect``, ``drain`` and ``forget`` may be called on any thread; they take effect soon.
 
     Args:
         silence_limit: seconds after which a router that does not answer is taken for dead.
@@ -123,8 +135,11 @@ class Supervision:
         workers: list[RunningWorker],
         router: RunningRouter,
         silence_limit: float,
+        orders: Orders,
     ) -> None:
         self._starts = starts
+        self._orders = orders
+        self._asked_for: SimpleQueue[tuple[Callable[[str, float], None], str]] = SimpleQueue()
         self._patience_s = silence_limit + ANSWER_S
         self._supervisor = Supervisor()
         self._workers = {w.description.member.ref.node_id: w for w in workers}
@@ -157,6 +172,19 @@ class Supervision:
             ray.kill(actor)
         self._handles.close()
 
+    def expect(self, names: Sequence[str]) -> None:
+        """There are to be workers of these names too; they are started, and again if they die."""
+        for name in names:
+            self._asked_for.put((self._supervisor.expect, name))
+
+    def drain(self, name: str) -> None:
+        """A worker is to leave when it holds nothing any more."""
+        self._asked_for.put((self._drain, name))
+
+    def forget(self, name: str) -> None:
+        """A worker that has no life now is not to come back."""
+        self._asked_for.put((self._forget, name))
+
     def actors(self) -> tuple[Any, list[Any]]:
         """The present router actor and worker actors."""
         with self._lock:
@@ -187,12 +215,34 @@ class Supervision:
                 logger.exception("supervision: a turn failed")
 
     def _turn(self, now: float) -> None:
+        while not self._asked_for.empty():
+            act, name = self._asked_for.get()
+            act(name, now)
         self._watch_workers()
         self._watch_router(now)
         self._finish_starts(now)
         for name in self._supervisor.due(now):
-            logger.warning("starting %s again", name)
-            self._starting[name] = self._starts.worker(name)
+            logger.warning("starting %s", name)
+            try:
+                self._starting[name] = self._starts.worker(name)
+            except (KeyError, ValueError) as error:  # its place has just been given up
+                logger.warning("%s cannot be started now: %r", name, error)
+                self._supervisor.failed_to_start(name, now)
+
+    def _drain(self, name: str, now: float) -> None:
+        if name in self._workers:
+            self._router.actor.begin_drain.remote(name)
+        else:
+            self._forget(name, now)
+
+    def _forget(self, name: str, now: float) -> None:
+        if not self._supervisor.forget(name):
+            self._drain(name, now)  # it lives after all
+            return
+        actor, _ = self._starting.pop(name, (None, None))
+        if actor is not None:
+            ray.kill(actor)
+        self._orders.gone(name)
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -225,6 +275,7 @@ class Supervision:
         with self._lock:
             worker = self._workers.pop(ref.node_id)
         self._kill(worker)
+        self._orders.gone(ref.node_id)
 
     def _finish_starts(self, now: float) -> None:
         for name, (actor, pending) in list(self._starting.items()):
@@ -255,12 +306,12 @@ class Supervision:
     # --- the router -------------------------------------------------------------------------
 
     def _watch_router(self, now: float) -> None:
-        """Ask which workers it has lost; the asking shows whether it lives."""
+        """Ask whom it has lost and what is asked of us; the asking shows whether it lives."""
         if self._starting_router is not None:
             self._finish_router_start(now)
             return
         if self._asked is None:
-            self._asked, self._asked_at = self._router.actor.lost_workers.remote(), now
+            self._asked, self._asked_at = self._router.actor.news.remote(), now
             return
         if not _is_done(self._asked):
             if now - self._asked_at > self._patience_s:
@@ -268,11 +319,13 @@ class Supervision:
             return
         asked, self._asked = self._asked, None
         try:
-            lost: list[Death] = ray.get(asked)
+            news: RouterNews = ray.get(asked)
         except ray.exceptions.RayError as error:
             self._restart_router(type(error).__name__)
             return
-        for death in lost:
+        for order in news.orders:
+            self._orders.scale(order)
+        for death in news.lost:
             if death.drained:
                 self._retire(death.ref)
                 continue

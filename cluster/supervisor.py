@@ -28,7 +28,7 @@ class _Slot:
     alive_since: float = 0.0
     due_at: float | None = None
     losses_in_a_row: int = 0
-    num_restarts: int = 0
+    num_starts: int = 0
 
 
 class Supervisor:
@@ -40,7 +40,7 @@ class Supervisor:
 
     def started(self, name: str, ref: NodeRef, now: float) -> None:
         """The slot's worker lives."""
-        slot = self._slots.setdefault(name, _Slot())
+        slot = self._slots.setdefault(name, _Slot(num_starts=1))
         slot.alive, slot.alive_since, slot.due_at = ref, now, None
 
     def lost(self, ref: NodeRef, now: float) -> bool:
@@ -53,6 +53,18 @@ class Supervisor:
         self._schedule(slot, now)
         return True
 
+    def expect(self, name: str, now: float) -> None:
+        """There is to be a worker of this name: it is due at once. One that is known stays."""
+        self._slots.setdefault(name, _Slot(due_at=now))
+
+    def forget(self, name: str) -> bool:
+        """There is to be none, and none lives: False if one does."""
+        slot = self._slots.get(name)
+        if slot is not None and slot.alive is not None:
+            return False
+        self._slots.pop(name, None)
+        return True
+
     def retired(self, ref: NodeRef) -> bool:
         """The slot's worker is to have no successor; False if that life is not its present one."""
         slot = self._slots.get(ref.node_id)
@@ -62,8 +74,9 @@ class Supervisor:
         return True
 
     def failed_to_start(self, name: str, now: float) -> None:
-        """A start that was due has failed: try again later."""
-        self._schedule(self._slots[name], now)
+        """A start that was due has failed: try again later, if it is still to be."""
+        if name in self._slots:
+            self._schedule(self._slots[name], now)
 
     def due(self, now: float) -> list[str]:
         """Names of the slots to start now; they are not due again until something is reported."""
@@ -75,7 +88,7 @@ class Supervisor:
         for name in names:
             slot = self._slots[name]
             slot.due_at = None
-            slot.num_restarts += 1
+            slot.num_starts += 1
         return names
 
     def alive(self) -> list[NodeRef]:
@@ -84,7 +97,11 @@ class Supervisor:
 
     def num_restarts(self, name: str) -> int:
         """How often the slot has been started again."""
-        return self._slots[name].num_restarts
+        return self._slots[name].num_starts - 1
+
+    def is_expected(self, name: str) -> bool:
+        """Whether there is to be a worker of this name."""
+        return name in self._slots
 
     def _schedule(self, slot: _Slot, now: float) -> None:
         pause = self._policy.first_pause_s * 2.0**slot.losses_in_a_row

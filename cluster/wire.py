@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvferry.cluster.decisions import Decision
 from kvferry.cluster.intake import ServedModel
-from kvferry.cluster.registry import WorkerRecord
+from kvferry.cluster.registry import WorkerRecord, role_name
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.session import BranchEnd, SessionEnd, TextDelta
@@ -142,11 +142,6 @@ def model(served: ServedModel) -> pb.Model:
     )
 
 
-def role_name(roles: Sequence[Role]) -> str:
-    """``colocated`` for a worker with both roles."""
-    return roles[0].value if len(roles) == 1 else "colocated"
-
-
 def worker_status(
     record: WorkerRecord, description: WorkerDescription, now: float
 ) -> pb.WorkerStatus:
@@ -214,6 +209,8 @@ def _worker(ref: NodeRef, description: WorkerDescription, state: str) -> pb.Work
         threads=description.threads,
         kernels=pb.Kernels(implementation=description.kernels, isa=description.isa),
         connectors=description.connectors,
+        placement=description.placement or None,
+        cores=description.cores,
     )
 
 

@@ -439,7 +439,7 @@ class Router(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "epoch", "pid", "host", "node_id", "address", "threads", "kernels", "connectors")
+    __slots__ = ("worker_id", "role", "state", "epoch", "pid", "host", "node_id", "address", "threads", "kernels", "connectors", "placement", "cores")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,8 @@ class Worker(_message.Message):
     THREADS_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     CONNECTORS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -462,7 +464,9 @@ class Worker(_message.Message):
     threads: int
     kernels: Kernels
     connectors: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., threads: _Optional[int] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., connectors: _Optional[_Iterable[str]] = ...) -> None: ...
+    placement: str
+    cores: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., threads: _Optional[int] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., connectors: _Optional[_Iterable[str]] = ..., placement: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Kernels(_message.Message):
     __slots__ = ("implementation", "isa")
@@ -693,14 +697,16 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("prefill", "decode", "colocated")
+    __slots__ = ("prefill", "decode", "colocated", "timeout_s")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     COLOCATED_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
     colocated: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ...) -> None: ...
+    timeout_s: float
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("prefill", "decode", "colocated")

@@ -10,9 +10,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvferry.kv_transfer.choosing import endpoints_of
 from kvferry.worker.build import WorkerSettings, build_worker
+from kvferry.worker.cores import CoreClaim, claim_cores, pin
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.logs import LogSettings, set_up_logging
 from kvferry.worker.messages import Member
@@ -35,16 +37,32 @@ class WorkerActor:
         self._settings = settings
         self._roles = roles
         self._process: WorkerProcess | None = None
-        self._ended = threading.Event()
+        self._described: WorkerDescription | None = None
+        self._claim = CoreClaim((), "")
+        self._watch = threading.Condition()
+        self._num_watchers = 0
+        self._has_ended = False
 
-    def start(self, node_id: str | None = None) -> WorkerDescription:
-        """Load the model, allocate the pool, listen, serve."""
+    def start(
+        self, node_id: str | None = None, host: str | None = None, placement: str = ""
+    ) -> WorkerDescription:
+        """Load the model, allocate the pool, listen, serve.
+
+        ``host`` is the address to listen on, where it is not that of the settings.
+        """
+        if host is not None:
+            self._settings = replace(self._settings, host=host)
+        if self._settings.pin_cores:
+            self._claim = claim_cores(self._settings.threads)
+            placement = f"{placement}; {self._claim.why}" if placement else self._claim.why
+        if self._claim.cores:
+            pin(self._claim.cores)
         built = build_worker(self._settings)
         worker = built.worker
         for role in self._roles:
             worker.attach(role(worker))
         self._process = WorkerProcess(
-            worker, self._settings.host, self._settings.audit_every_step, self._ended.set
+            worker, self._settings.host, self._settings.audit_every_step, self._end
         )
         self._process.start()
         info = worker.connector.local_info()
@@ -54,7 +72,7 @@ class WorkerActor:
             self._process.address,
             info,
         )
-        return WorkerDescription(
+        self._described = WorkerDescription(
             member=member,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -70,15 +88,36 @@ class WorkerActor:
             pool_arithmetic=built.pool.arithmetic,
             node_id=node_id,
             kernels_warning=built.kernels.warning,
+            placement=placement,
+            cores=self._claim.cores,
         )
+        return self._described
+
+    def description(self) -> WorkerDescription | None:
+        """What ``start`` returned, for whoever finds this worker; None: it does not serve."""
+        return None if self._has_ended else self._described
 
     def wait(self) -> str:
-        """Return when the worker has ended by itself; a pending call tells of its death."""
-        self._ended.wait()
-        return "the engine thread has ended"
+        """Return when the worker has ended by itself; a pending call tells of its death.
+
+        Or when somebody else waits: one watcher at a time, so that those that have died do not
+        take all of the actor's threads.
+        """
+        with self._watch:
+            self._num_watchers += 1
+            mine = self._num_watchers
+            self._watch.notify_all()
+            self._watch.wait_for(lambda: self._has_ended or self._num_watchers != mine)
+            return "the engine thread has ended" if self._has_ended else "somebody else watches"
+
+    def _end(self) -> None:
+        with self._watch:
+            self._has_ended = True
+            self._watch.notify_all()
 
     def stop(self) -> None:
         """Stop serving and give the pool back; idempotent."""
         if self._process is not None:
             self._process.stop()
-        self._ended.set()
+        self._end()
+        self._claim.release()

@@ -63,6 +63,7 @@ class WorkerSettings:
         num_blocks, pool_bytes: the pool as asked for; both None sizes it automatically.
         memory_share: this worker's part of the machine's memory, for automatic sizing.
         threads: compute threads.
+        pin_cores: keep to as many cores that no other worker of the host has, if there are.
         kernels, isa: see ``engine.kernel_choice.choose_kernels``.
         connector: ``auto``, ``shm`` or ``tcp``.
         host: address that this worker listens on.
@@ -87,6 +88,7 @@ class WorkerSettings:
     pool_bytes: int | None = None
     memory_share: float = 0.5
     threads: int = 1
+    pin_cores: bool = False
     kernels: str = AUTO_KERNELS
     isa: str = AUTO_KERNELS
     connector: str = AUTO

@@ -15,7 +15,8 @@ class WorkerDescription:
     """What a started worker says of itself.
 
     ``pool_arithmetic`` is the line that says how its number of blocks came about;
-    ``kernels_warning`` why its kernels are not the ones that were hoped for.
+    ``kernels_warning`` why its kernels are not the ones that were hoped for; ``placement`` why it
+    is where it is, for people. ``cores`` are its own on its host; none: it is not pinned.
     """
 
     member: Member
@@ -34,3 +35,5 @@ class WorkerDescription:
     node_id: str | None = None
     num_restarts: int = 0
     kernels_warning: str | None = None
+    placement: str = ""
+    cores: tuple[int, ...] = ()

@@ -11,11 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvferry.cluster.cli.command import Command, Result
+from kvferry.cluster.cli.command import Command, Result, UsageError
 from kvferry.cluster.cli.flags import add_cluster, cluster_overrides
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.cli.signals import StopSignals
-from kvferry.cluster.cli.startup import start
+from kvferry.cluster.cli.startup import leave, start
 from kvferry.cluster.config import load_config
 
 GRACE_S = 5.0  # with what ends after it, a stop takes less than 10 s
@@ -26,7 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "SIGINT or SIGTERM ends the service: no new requests, running streams have "
         f"{GRACE_S:g} s to finish, then every process ends and the exit code is 0. "
-        "During start-up, or a second time, it ends the command at once with exit code 130."
+        "During start-up, or a second time, it ends the command at once with exit code 130. "
+        "What serves on a Ray that was joined does not end when this command is killed: the same "
+        "command takes it up again, and 'kvferry down' ends it."
     )
     add_cluster(parser)
     parser.add_argument(
@@ -54,13 +56,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="RAY_ADDRESS",
-        help="join this running Ray cluster, HOST:PORT (default: start one of its own)",
+        help="join this running Ray cluster, HOST:PORT or auto, and serve on what runs there "
+        "already (default: start one of its own)",
     )
     parser.add_argument(
         "--ready-file",
         metavar="FILE",
         type=Path,
         help="also write the READY line to this file, and remove it when stopping (default: none)",
+    )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="once it serves, leave it to itself and end with 0; with --address (default: no)",
     )
     parser.set_defaults(run=run)
 
@@ -78,6 +86,8 @@ def run(args: argparse.Namespace) -> Result:
             "ray.address": args.address,
         },
     )
+    if args.detach and config.ray.address is None:
+        raise UsageError("--detach: a Ray of its own ends with this command; give --address")
     if args.ready_file is not None:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
@@ -95,6 +105,10 @@ def run(args: argparse.Namespace) -> Result:
                     "whoever reaches it may read the metrics"
                 )
             cluster = start(config, progress)
+        if args.detach:
+            leave(cluster)
+            print(ready_line(cluster.grpc, cluster.http, cluster.ray_address, cluster.metrics))
+            return Result()
         try:
             signals.install()  # whatever start-up put in their place
             signals.started()
@@ -103,8 +117,13 @@ def run(args: argparse.Namespace) -> Result:
                 write_whole(args.ready_file, line + "\n")
             print(line, flush=True)
             with contextlib.redirect_stdout(sys.stderr):  # Ray reports a dead process there
-                signals.wait()
-            print(f"stopping: streams have {GRACE_S:g} s to finish", file=sys.stderr)
+                asked = signals.wait(cluster.ended)
+            print(
+                f"stopping: streams have {GRACE_S:g} s to finish"
+                if asked
+                else "the cluster has been taken down",
+                file=sys.stderr,
+            )
         finally:
             if args.ready_file is not None:
                 args.ready_file.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Self
 
 from kvferry.cluster.cli.command import EXIT_INTERRUPTED
 
+ASK_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -42,9 +43,12 @@ class StopSignals:
         self.check()
         self._started = True
 
-    def wait(self) -> None:
-        """Block until the first signal."""
-        self._stop.wait()
+    def wait(self, ended: Callable[[], bool] = lambda: False) -> bool:
+        """Block until the first signal, or until ``ended``, asked now and then; True: a signal."""
+        while not self._stop.wait(ASK_S):
+            if ended():
+                return False
+        return True
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set():

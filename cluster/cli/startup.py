@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
 
 from kvferry.cluster.cli.progress import ProgressLine
@@ -28,6 +29,9 @@ class RunningCluster(Protocol):
     ray_address: str
     startup_s: float
 
+    def ended(self) -> bool:
+        """Whether somebody else has ended it."""
+
     def stop(self, grace_s: float) -> None:
         """Let streams finish for ``grace_s`` seconds, then end every process that was started."""
 
@@ -35,16 +39,28 @@ class RunningCluster(Protocol):
 def start(config: Config, progress: ProgressLine) -> RunningCluster:
     """Resolve the model, fetching it if it must be, and start the workers.
 
+    On a Ray that is joined a cluster that runs there already is taken up instead.
+
     Raises ModelMissing and its kin, PortUnavailable, or whatever kept a worker from starting.
     """
     # Ray's own token, which it asks for by default when it starts a cluster, it does not send by
     # default when it joins one; and it looks at this variable once, when it is loaded.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    store = import_module("kvferry.engine.weights.store")
-    launcher = import_module("kvferry.cluster.launcher")
     if config.logging.format == "json":  # else what this process logs is Python's to print
         settings = import_module("kvferry.cluster.settings")
         set_up_logging(settings.log_settings(config), "launcher")
+    if config.ray.address is not None:
+        kept = import_module("kvferry.cluster.kept")
+        joined = kept.KeptCluster.join(config, lambda: _resolved(config, progress), progress.say)
+        return cast(RunningCluster, joined)
+    launcher = import_module("kvferry.cluster.launcher")
+    config, folder = _resolved(config, progress)
+    return cast(RunningCluster, launcher.Cluster.start(config, folder, progress.say))
+
+
+def _resolved(config: Config, progress: ProgressLine) -> tuple[Config, Path]:
+    """The model's folder, and the configuration with the name that clients are to call it."""
+    store = import_module("kvferry.engine.weights.store")
     folder = store.resolve_model(
         config.model.name,
         config.model.path,
@@ -55,4 +71,16 @@ def start(config: Config, progress: ProgressLine) -> RunningCluster:
     if config.model.served_name is None:  # what it was asked for by, not what it was made from
         model = config.model.model_copy(update={"served_name": folder.name})
         config = config.model_copy(update={"model": model})
-    return cast(RunningCluster, launcher.Cluster.start(config, folder.path, progress.say))
+    return config, folder.path
+
+
+class Leavable(Protocol):
+    """A cluster that can run on without the process that has started it."""
+
+    def leave(self) -> None:
+        """Let it run."""
+
+
+def leave(cluster: RunningCluster) -> None:
+    """Let a cluster on a joined Ray run on."""
+    cast(Leavable, cluster).leave()

@@ -62,6 +62,10 @@ def _show(status: pb.StatusResponse, console: Console) -> None:
         )
     console.print(table)
     for entry in status.workers:
+        if entry.worker.placement:
+            line = f"{entry.worker.worker_id} is on {entry.worker.placement}"
+            console.print(line, markup=False)
+    for entry in status.workers:
         for peer in entry.peers:
             why = f" ({peer.reason})" if peer.reason else ""
             line = f"{entry.worker.worker_id} reads {peer.worker_id} by {peer.connector}{why}"

@@ -1,0 +1,173 @@
+"""A cluster on a joined Ray, from outside: found or started, followed, ended.
+
+The process that serves only looks on: what it has started lives on when it dies, and the next one
+finds it. Knows the keeper and no worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvferry.cluster.config import Config
+from kvferry.cluster.ground import Say
+from kvferry.cluster.joined_ground import KEEPER, our_actors, our_groups
+from kvferry.cluster.keeper import Keeper, KeeperNews, sweep
+from kvferry.cluster.launcher import LAST_CALL_S
+from kvferry.cluster.ray_actors import START_TIMEOUT_S, get, node_id
+from kvferry.cluster.ray_session import init_ray
+from kvferry.cluster.router_actor import RouterEndpoints
+
+POLL_S = 0.1
+ANSWER_S = 5.0
+STOP_S = 3 * LAST_CALL_S + 5.0  # beside the grace that streams have
+
+
+@dataclass(frozen=True, slots=True)
+class TakenDown:
+    """What ``take_down`` found and removed."""
+
+    ray_address: str
+    had_keeper: bool
+    num_actors: int
+    num_groups: int
+
+
+class KeptCluster:
+    """See the module; attributes as those of ``launcher.Cluster``."""
+
+    def __init__(self, keeper: Any, namespace: str, doors: RouterEndpoints) -> None:
+        self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
+        self.ray_address: str = ray.get_runtime_context().gcs_address
+        self.startup_s = 0.0
+        self._keeper = keeper
+        self._namespace = namespace
+        self._stopped = False
+
+    @classmethod
+    def join(
+        cls, config: Config, resolve: Callable[[], tuple[Config, Path]], say: Say
+    ) -> KeptCluster:
+        """Find the cluster of the namespace, or start one by ``resolve``'s configuration and model.
+
+        Returns when it is ready. Raises whatever kept a part from starting.
+        """
+        began = time.monotonic()
+        say(f"joining the Ray cluster at {config.ray.address}")
+        init_ray(config)
+        namespace = config.ray.namespace
+        keeper = _find(namespace)
+        is_new = keeper is None
+        if keeper is None:
+            resolved, folder = resolve()
+            keeper = _start(resolved, folder)
+        else:
+            say(f"found a running cluster in namespace {namespace}: serving it on")
+        try:
+            doors = _follow(keeper, say)
+        except BaseException:
+            if is_new:
+                take_down(namespace, 0.0)
+            raise
+        if not is_new:
+            running: Config = get(keeper.config.remote())
+            for line in differences(config.model_dump(), running.model_dump()):
+                say(f"warning: {line}: 'kvferry down' and serve again to change it")
+        cluster = cls(keeper, namespace, doors)
+        cluster.startup_s = time.monotonic() - began
+        return cluster
+
+    def ended(self) -> bool:
+        """Whether somebody else has ended it."""
+        try:
+            ray.get(self._keeper.news.remote(0), timeout=ANSWER_S)
+        except (ray.exceptions.ActorDiedError, ValueError):
+            return _find(self._namespace) is None
+        except ray.exceptions.RayError:  # it is being started again, or is slow
+            return False
+        return False
+
+    def stop(self, grace_s: float) -> None:
+        """Let streams finish for ``grace_s`` seconds, then end every process; idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        take_down(self._namespace, grace_s)
+        ray.shutdown()
+
+    def leave(self) -> None:
+        """Let it run, and look on no longer."""
+        self._stopped = True
+        ray.shutdown()
+
+
+def take_down(namespace: str, grace_s: float) -> TakenDown:
+    """End all that is ours in a namespace of the Ray that this process is in; nothing else."""
+    address = ray.get_runtime_context().gcs_address
+    keeper = _find(namespace)
+    actors, groups = len(our_actors(namespace)), len(our_groups(namespace))
+    if keeper is not None:
+        stopping = keeper.stop.remote(grace_s)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait([stopping], timeout=grace_s + STOP_S)
+        ray.kill(keeper)
+    sweep(namespace)  # what a keeper has left that could not answer
+    return TakenDown(address, keeper is not None, actors, groups)
+
+
+def differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], section: str = ""
+) -> Iterator[str]:
+    """What the running cluster's configuration has otherwise, a line for each key."""
+    for name, value in ours.items():
+        key, other = f"{section}{name}", theirs.get(name)
+        if key in ("ray.address", "model.served_name", "logging"):
+            continue
+        if isinstance(value, Mapping) and isinstance(other, Mapping) and name != "resources":
+            yield from differences(value, other, f"{key}.")
+        elif value != other:
+            yield f"{key} is {other!r} in the running cluster, not {value!r}"
+
+
+def _find(namespace: str) -> Any:
+    try:
+        return ray.get_actor(KEEPER, namespace)
+    except ValueError:  # there is none
+        return None
+
+
+def _start(config: Config, folder: Path) -> Any:
+    """The keeper, on this node; if another process makes one at this moment, that one."""
+    options = {
+        "name": KEEPER,
+        "namespace": config.ray.namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_concurrency": 8,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id(None), soft=False),
+    }
+    return ray.remote(Keeper).options(**options).remote(config, str(folder))
+
+
+def _follow(keeper: Any, say: Say) -> RouterEndpoints:
+    """Repeat what the keeper says until its doors are open. Raises what it failed with."""
+    known = 0
+    while True:
+        news: KeeperNews = ray.get(keeper.news.remote(known), timeout=START_TIMEOUT_S)
+        for line in news.lines:
+            say(line)
+        known += len(news.lines)
+        if news.failure is not None:
+            raise news.failure
+        if news.doors is not None:
+            return news.doors
+        time.sleep(POLL_S)  # a keeper tells when it is asked only

@@ -1,0 +1,1 @@
+"""Several "machines" on one: namespaces of network, mounts, processes and names, each with its sshd."""

@@ -1,0 +1,59 @@
+"""Process 1 of a machine: its mounts, its sshd, and reaping; ``python init.py SPEC`` by ``unshare``.
+
+Stands by itself, so that it starts fast: imports nothing of the project. SPEC is a JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def mount(*arguments: str, keep: Sequence[int] = ()) -> None:
+    subprocess.run(["mount", *arguments], check=True, pass_fds=keep)
+
+
+def private_mounts(spec: dict[str, Any], keep: list[str]) -> None:
+    """A /tmp, /dev/shm, /run, home and hosts file of its own; ``keep`` stays visible below /tmp."""
+    mount("--make-rprivate", "/")
+    below = [path for path in keep if Path(path).is_relative_to("/tmp")]
+    handles = {path: os.open(path, os.O_PATH) for path in below}
+    mount("-t", "tmpfs", "-o", "size=2g", "tmpfs", "/tmp")
+    for path, handle in handles.items():
+        Path(path).mkdir(parents=True)
+        mount("--bind", f"/proc/self/fd/{handle}", path, keep=[handle])
+        os.close(handle)
+    mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
+    mount("-t", "tmpfs", "tmpfs", "/run")
+    Path("/run/sshd").mkdir(mode=0o755)
+    mount("--bind", spec["home"], os.path.expanduser("~"))
+    mount("--bind", spec["hosts"], "/etc/hosts")
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        spec = json.load(file)
+    socket.sethostname(spec["name"])
+    private_mounts(spec, spec["keep"])
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    if spec["sshd_config"]:
+        os.umask(0o022)
+        subprocess.run(["/usr/sbin/sshd", "-f", spec["sshd_config"]], check=True)
+    Path(spec["ready"]).write_text("ready", encoding="utf-8")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    while True:  # whoever loses its parent here is ours
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            signal.sigtimedwait([signal.SIGCHLD], 1.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Arrangements measured on a site: ``kvferry loadgen sweep`` from the head, over TCP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.hosts.machines import REPOSITORY
+from tests.hosts.site import Site
+
+ARRANGEMENTS = "1P+1D,2P+1D,1P+2D"
+LOAD = (
+    *("--concurrencies", "2,4,8", "--num-requests", "24", "--repeats", "3", "--warm-up", "4"),
+    *("--input-tokens", "192", "--output-tokens", "48", "--slo", "ttft=2,tpot=0.2"),
+)
+
+
+def sweep(site: Site, out: Path, html: Path) -> None:
+    """Measure, with progress on standard error; what ``out`` holds already is not measured again."""
+    out, html = REPOSITORY / out, REPOSITORY / html
+    out.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "kvferry.cluster.cli", "loadgen", "sweep"]
+    words += ["--arrangements", ARRANGEMENTS, *LOAD, "--config", str(site.config_file)]
+    words += ["--out", str(out), "--html", str(html)]
+    done = site.head.attached(words)
+    assert done == 0, f"loadgen sweep ended with {done}"
+    assert os.path.getsize(html)
