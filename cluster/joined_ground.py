@@ -103,7 +103,7 @@ def record_key(namespace: str) -> bytes:
 def load_record(namespace: str) -> Record | None:
     """The record of a cluster; None where there is none."""
     text = internal_kv._internal_kv_get(record_key(namespace), namespace=EPOCH_NAMESPACE)
-    return None if text is None else Record.from_json(text)
+    return Record.from_json(text) if text else None
 
 
 class JoinedGround:
@@ -213,13 +213,14 @@ class JoinedGround:
         return sorted(views, key=lambda view: view.address)
 
     def _group(self, wish: Wish) -> PlacementGroup:
-        return ray.util.placement_group(
+        group: PlacementGroup = ray.util.placement_group(
             [dict(wish.want.bundle) or {"CPU": 0.001}],
             strategy="STRICT_PACK",
             name=group_name(self._namespace, wish.want.name),
             lifetime="detached",
             _soft_target_node_id=wish.node_id,
         )
+        return group
 
     def _wait(
         self, groups: Mapping[str, PlacementGroup], wants: Mapping[str, Want], say: Say
@@ -336,9 +337,10 @@ def our_groups(namespace: str) -> list[PlacementGroup]:
 
 def _find_group(name: str) -> PlacementGroup | None:
     try:
-        return ray.util.get_placement_group(name)
+        found: PlacementGroup = ray.util.get_placement_group(name)
     except ValueError:  # removed, or never made
         return None
+    return found
 
 
 def _node_of(group: PlacementGroup) -> str | None:

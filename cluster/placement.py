@@ -62,7 +62,7 @@ def share_threads(
     resources: Mapping[str, Bundle],
     nodes: Sequence[NodeView],
 ) -> dict[str, int]:
-    """Threads of each role's workers: as ``fixed``, else an equal share of what those leave free."""
+    """Threads of a role's workers: as ``fixed``, else an equal share of what those leave free."""
     told = [
         Want(role, role, bundle_for(resources.get(role, {}), fixed[role]))
         for role, count in counts.items()

@@ -8,9 +8,10 @@ import pytest
 
 from kvferry.cluster.block_sizes import choose_block_sizes
 from kvferry.cluster.config import ConfigError, load_config
-from kvferry.cluster.settings import kv_dtype, worker_settings
+from kvferry.cluster.settings import Share, kv_dtype, worker_setting
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.loading import kv_layout
+from kvferry.worker.messages import NodeRef
 from tests.engine.hub_folders import write_repository
 
 NOWHERE = Path("nowhere")
@@ -27,11 +28,10 @@ def test_hashes_are_taken_as_rarely_as_both_block_sizes_allow(
     sizes = choose_block_sizes(config, NOWHERE, "float32")
     assert (sizes.by_role, sizes.match_unit) == ({"prefill": prefill, "decode": decode}, unit)
     assert bool(sizes.lines) == (prefill != decode)
-    settings = worker_settings(config, NOWHERE, sizes, lambda: 1)
-    assert [(role, s.block_size, s.match_unit) for role, s in settings] == [
-        ("prefill", prefill, unit),
-        ("decode", decode, unit),
-    ]
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        ref = NodeRef(f"{role}-0", 1)
+        setting = worker_setting(config, NOWHERE, sizes, role, ref, Share(1, 0.5))
+        assert (setting.block_size, setting.match_unit) == (size, unit)
 
 
 def test_a_match_unit_that_is_asked_for_stands() -> None:

@@ -24,7 +24,7 @@ from kvferry.cluster.config import (
     parse_size,
 )
 from kvferry.cluster.router_actor import RouterEndpoints
-from kvferry.cluster.settings import router_settings, worker_settings
+from kvferry.cluster.settings import Share, router_settings, worker_setting
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.messages import NodeRef
@@ -314,7 +314,9 @@ def test_workers_get_the_host_tier_and_router_and_workers_the_ageing() -> None:
     tier |= {"cache.host_tier.disk_path": "kv", "cache.host_tier.disk_size": "1GB"}
     config = load_config(overrides={**tier, "scheduler.policy": "priority", "scheduler.ageing": 3})
     sizes = choose_block_sizes(config, Path("m"), "float32")
-    for _, settings in worker_settings(config, Path("m"), sizes, lambda: 1):
+    for role in sizes.by_role:
+        ref = NodeRef(f"{role}-0", 1)
+        settings = worker_setting(config, Path("m"), sizes, role, ref, Share(1, 0.5))
         assert (settings.host_bytes, settings.disk_path) == (1 << 20, "kv")
         assert settings.disk_bytes == 10**9
         assert settings.scheduler.ageing == 3.0
@@ -322,8 +324,7 @@ def test_workers_get_the_host_tier_and_router_and_workers_the_ageing() -> None:
     assert router_settings(config, Path("m"), ref, RouterEndpoints("")).config.ageing == 3.0
     plain = load_config()
     assert router_settings(plain, Path("m"), ref, RouterEndpoints("")).config.ageing is None
-    workers = worker_settings(plain, Path("m"), sizes, lambda: 1)
-    assert {settings.host_bytes for _, settings in workers} == {0}
+    assert worker_setting(plain, Path("m"), sizes, "decode", ref, Share(1, 1.0)).host_bytes == 0
 
 
 def test_the_http_door_has_an_address_of_its_own_or_there_is_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.cluster import wire
 from kvferry.cluster.intake import ServedModel
-from kvferry.cluster.registry import WorkerRecord
+from kvferry.cluster.registry import WorkerRecord, role_name
 from kvferry.cluster.routed_request import RequestEnd, RoutedRequest
 from kvferry.cluster.session import SessionEnd, TextDelta
 from kvferry.cluster.token_run import TokenRun
@@ -255,7 +255,7 @@ def test_a_worker_that_is_gone_is_lost_and_nothing_else() -> None:
     ],
 )
 def test_a_worker_with_both_roles_is_called_colocated(roles: tuple[Role, ...], name: str) -> None:
-    assert wire.role_name(roles) == name
+    assert role_name(roles) == name
 
 
 def test_counters_add_up_what_router_and_workers_refused() -> None:

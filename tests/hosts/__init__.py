@@ -1,1 +1,1 @@
-"""Several "machines" on one: namespaces of network, mounts, processes and names, each with its sshd."""
+"""Several "machines" on one: namespaces of network, mounts and processes, each with its sshd."""

@@ -1,4 +1,4 @@
-"""What is tried on a site, step by step; each step returns its figures and raises where it fails."""
+"""What is tried on a site, step by step: each step returns its figures, and raises if it fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ def up_to_first_token(site: Site) -> dict[str, Any]:
 
 
 def where_everything_is(site: Site) -> dict[str, Any]:
-    """Workers on the machines that offer them, and a connector for each pair, each with a reason."""
+    """Workers on the machines that offer them, a connector for each pair, each with a reason."""
     workers = eventually("both decode workers have connected", lambda: _connected(site))
     assert {worker["worker_id"] for worker in workers} == {"prefill-0", "decode-0", "decode-1"}
     hosts = {worker["worker_id"]: worker["host"] for worker in workers}
@@ -208,7 +209,7 @@ def loaded(site: Site) -> dict[str, Any]:
 
 
 def taken_down(site: Site) -> dict[str, Any]:
-    """``kvferry down`` leaves Ray alone and nothing of ours; again is harmless; then ``ray down``."""
+    """``kvferry down`` leaves Ray and nothing of ours; again is harmless; then ``ray down``."""
     address = CONFIG["ray"]["address"]
     first = site.kvferry_json("down", "--address", address)["clusters"]
     assert len(first) == 1 and first[0]["num_actors"] > 0, first
@@ -219,7 +220,7 @@ def taken_down(site: Site) -> dict[str, Any]:
     for name, names in left.items():
         if names:  # ``ray down`` leaves machines of one's own running
             site.lan.machines[name].run("ray", "stop", "--force")
-            eventually(f"nothing is left on {name}", lambda name=name: not _names(site, name))
+            eventually(f"nothing is left on {name}", partial(_is_empty, site, name))
     return {"left_by_ray_down": left}
 
 
@@ -228,6 +229,10 @@ def _ours(site: Site) -> list[str]:
     return [
         name for each in site.lan.machines for name in _names(site, each) if pattern.match(name)
     ]
+
+
+def _is_empty(site: Site, machine: str) -> bool:
+    return not _names(site, machine)
 
 
 def _names(site: Site, machine: str) -> list[str]:

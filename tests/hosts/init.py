@@ -1,4 +1,4 @@
-"""Process 1 of a machine: its mounts, its sshd, and reaping; ``python init.py SPEC`` by ``unshare``.
+"""Process 1 of a machine: mounts, sshd, reaping; ``python init.py SPEC``, run by ``unshare``.
 
 Stands by itself, so that it starts fast: imports nothing of the project. SPEC is a JSON file.
 """

@@ -1,8 +1,8 @@
 """Machines and the switch between them, made of namespaces; gone with the processes that hold them.
 
-A machine has its own network, mounts, processes, hostname and shared memory; processors, memory and
-the files outside /tmp, /run, /dev/shm and home are the host's. The switch is a namespace too, so that
-nothing is added to the host's own network. Needs root.
+A machine has its own network, mounts, processes, hostname and shared memory; processors, memory
+and the files outside /tmp, /run, /dev/shm and home are the host's. The switch is a namespace too,
+so that nothing is added to the host's own network. Needs root.
 """
 
 from __future__ import annotations

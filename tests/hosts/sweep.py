@@ -17,7 +17,7 @@ LOAD = (
 
 
 def sweep(site: Site, out: Path, html: Path) -> None:
-    """Measure, with progress on standard error; what ``out`` holds already is not measured again."""
+    """Measure, with progress on standard error; what ``out`` holds is not measured again."""
     out, html = REPOSITORY / out, REPOSITORY / html
     out.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "kvferry.cluster.cli", "loadgen", "sweep"]
