@@ -71,7 +71,7 @@ class KeptCluster:
         else:
             say(f"found a running cluster in namespace {namespace}: serving it on")
         try:
-            doors = _follow(keeper, say)
+            doors = _follow(keeper, say, is_new)
         except BaseException:
             if is_new:
                 take_down(namespace, 0.0)
@@ -158,13 +158,14 @@ def _start(config: Config, folder: Path) -> Any:
     return ray.remote(Keeper).options(**options).remote(config, str(folder))
 
 
-def _follow(keeper: Any, say: Say) -> RouterEndpoints:
+def _follow(keeper: Any, say: Say, is_new: bool) -> RouterEndpoints:
     """Repeat what the keeper says until its doors are open. Raises what it failed with."""
     known = 0
     while True:
         news: KeeperNews = ray.get(keeper.news.remote(known), timeout=START_TIMEOUT_S)
         for line in news.lines:
-            say(line)
+            if is_new or news.doors is None:  # else it is the story of an earlier start
+                say(line)
         known += len(news.lines)
         if news.failure is not None:
             raise news.failure

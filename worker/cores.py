@@ -82,7 +82,8 @@ def claim_cores(number: int, prefix: str = "kvferry-core") -> CoreClaim:
             held = _claim(cores, prefix)
             if held is not None:
                 listed = ", ".join(str(core) for core in cores)
-                return CoreClaim(cores, f"cores {listed} are its own", held)
+                word = "core" if number == 1 else "cores"
+                return CoreClaim(cores, f"it keeps to {word} {listed} of its host", held)
     return CoreClaim(
         (), f"not pinned: {number} of this host's {len(usable)} cores are not free together"
     )
