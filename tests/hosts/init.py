@@ -21,20 +21,27 @@ def mount(*arguments: str, keep: Sequence[int] = ()) -> None:
 
 
 def private_mounts(spec: dict[str, Any], keep: list[str]) -> None:
-    """A /tmp, /dev/shm, /run, home and hosts file of its own; ``keep`` stays visible below /tmp."""
+    """A /tmp, /dev/shm, /run, home and hosts file of its own; ``keep`` stays visible below them."""
+    home = os.path.expanduser("~")
     mount("--make-rprivate", "/")
-    below = [path for path in keep if Path(path).is_relative_to("/tmp")]
-    handles = {path: os.open(path, os.O_PATH) for path in below}
+    handles = {path: os.open(path, os.O_PATH) for path in keep}
     mount("-t", "tmpfs", "-o", "size=2g", "tmpfs", "/tmp")
-    for path, handle in handles.items():
-        Path(path).mkdir(parents=True)
-        mount("--bind", f"/proc/self/fd/{handle}", path, keep=[handle])
-        os.close(handle)
+    show(handles, "/tmp")
+    mount("--bind", spec["home"], home)
+    show(handles, home)
     mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
     mount("-t", "tmpfs", "tmpfs", "/run")
     Path("/run/sshd").mkdir(mode=0o755)
-    mount("--bind", spec["home"], os.path.expanduser("~"))
     mount("--bind", spec["hosts"], "/etc/hosts")
+
+
+def show(handles: dict[str, int], hidden: str) -> None:
+    """Bind what lies below a folder that has just been hidden. By its handle, not by its name."""
+    for path, handle in handles.items():
+        if Path(path).is_relative_to(hidden):
+            Path(path).mkdir(parents=True, exist_ok=True)
+            source = f"/proc/self/fd/{handle}"
+            mount("--no-canonicalize", "--bind", source, path, keep=[handle])
 
 
 def main() -> None:
