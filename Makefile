@@ -3,6 +3,7 @@
 # make chaos  end processes under load in every state of a request; print what became of it
 # make false-deaths   five minutes of full load; count the deaths declared for nothing
 # make experiments   the four recipes of the load generator, minutes to hours (docs/experiments)
+# make hosts  three machines of namespaces, `ray up`, a cut link, a lost machine; needs root (docs/clusters.md)
 # make loadgen-accuracy experiments   the load generator's figures beside a stub server's own record
 # make cancel-storm   10,000 requests, a third cancelled at random moments; count what is left
 # make fuzz   100,000 hostile messages and 10,000 handshakes per transport; count the refusals
@@ -32,7 +33,7 @@ INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 INSTALLED_PEERS := $(PEERS_VENV)/.stamp-installed
 
-.PHONY: help demo test chaos false-deaths loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
+.PHONY: help demo test chaos false-deaths hosts loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -63,6 +64,9 @@ experiments: $(INSTALLED)
 
 loadgen-accuracy: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.loadgen.accuracy $(ARGS)
+
+hosts: $(INSTALLED_DEV)
+	@$(BIN)/python -m tests.hosts $(ARGS)
 
 cancel-storm: $(INSTALLED_DEV)
 	@$(BIN)/python -m tests.storm $(ARGS)
