@@ -12,8 +12,9 @@ from typing import Any
 import ray
 
 from kvferry.cluster.intake import ServedModel
-from kvferry.cluster.joined_ground import KEEPER, PREFIX, Record, our_actors
+from kvferry.cluster.joined_ground import KEEPER, Record
 from kvferry.cluster.ray_actors import node_id
+from kvferry.cluster.ray_places import PREFIX
 from kvferry.cluster.router_actor import RouterEndpoints, served_model
 from kvferry.cluster.supervision import RunningRouter, RunningWorker
 from kvferry.worker.description import WorkerDescription
@@ -29,6 +30,16 @@ class Found:
     router: RunningRouter | None
     doors: RouterEndpoints
     model: ServedModel
+
+
+def our_actors(namespace: str) -> list[str]:
+    """Names of every actor of ours in a namespace."""
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        each["name"]
+        for each in listed
+        if each["namespace"] == namespace and each["name"].startswith(PREFIX)
+    )
 
 
 def look(namespace: str, record: Record, served_name: str | None) -> Found | None:

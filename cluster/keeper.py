@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from kvferry.cluster.adopting import look
+from kvferry.cluster.adopting import look, our_actors
 from kvferry.cluster.config import Config
 from kvferry.cluster.errors import Cancelled, Internal
-from kvferry.cluster.joined_ground import KEEPER, JoinedGround, Record, load_record, our_actors
+from kvferry.cluster.joined_ground import KEEPER, JoinedGround, Record, clear, load_record
 from kvferry.cluster.launcher import Cluster
+from kvferry.cluster.ray_places import RayPlaces
 from kvferry.cluster.router_actor import RouterEndpoints
 from kvferry.cluster.settings import log_settings
 from kvferry.kv_cache.errors import KVFerryError
@@ -47,11 +49,12 @@ class Keeper:
     def __init__(self, config: Config, model_folder: str) -> None:
         set_up_logging(log_settings(config), "keeper")
         self._namespace = config.ray.namespace
-        self._record = load_record(self._namespace)
+        self._places = RayPlaces(self._namespace)
         self._config, self._model_folder = config, Path(model_folder)
-        if self._record is not None and self._record.slots:  # what runs runs by its own
-            self._config = Config.model_validate(self._record.config)
-            self._model_folder = Path(self._record.model_folder)
+        record = load_record(self._places)
+        if record is not None and record.slots:  # what runs runs by its own
+            self._config = Config.model_validate(record.config)
+            self._model_folder = Path(record.model_folder)
         self._lines: list[str] = []
         self._failure: Exception | None = None
         self._cluster: Cluster | None = None
@@ -98,7 +101,7 @@ class Keeper:
                 if self._stopping.is_set():
                     return
                 logger.exception("the cluster could not be started")
-                if load_record(self._namespace) is None:
+                if load_record(self._places) is None:
                     ours = isinstance(error, KVFerryError)
                     self._failure = error if ours else Internal(f"{type(error).__name__}: {error}")
                     return
@@ -108,13 +111,11 @@ class Keeper:
             return
 
     def _open(self) -> Cluster:
-        record = load_record(self._namespace)
+        record = load_record(self._places)
         if record is not None and record.slots:
             found = look(self._namespace, record, self._config.model.served_name)
             if found is not None:
-                cluster = Cluster(
-                    self._config, self._model_folder, JoinedGround(self._config, record)
-                )
+                cluster = self._cluster_on(record)
                 cluster.take_up(found)
                 self._say(f"took up the cluster that runs: {len(found.workers)} workers")
                 return cluster
@@ -122,9 +123,13 @@ class Keeper:
         fresh = Record(
             config=self._config.model_dump(mode="json"), model_folder=str(self._model_folder)
         )
-        cluster = Cluster(self._config, self._model_folder, JoinedGround(self._config, fresh))
+        cluster = self._cluster_on(fresh)
         cluster.open(self._say)
         return cluster
+
+    def _cluster_on(self, record: Record) -> Cluster:
+        ground = JoinedGround(self._config, self._places, record, time.monotonic)
+        return Cluster(self._config, self._model_folder, ground)
 
 
 def sweep(namespace: str) -> None:
@@ -137,4 +142,4 @@ def sweep(namespace: str) -> None:
         except ValueError:  # it has just ended
             continue
         ray.kill(actor)
-    JoinedGround.clear(namespace)
+    clear(RayPlaces(namespace))

@@ -16,12 +16,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kvferry.cluster.adopting import our_actors
 from kvferry.cluster.config import Config
 from kvferry.cluster.ground import Say
-from kvferry.cluster.joined_ground import KEEPER, our_actors, our_groups
+from kvferry.cluster.joined_ground import KEEPER
 from kvferry.cluster.keeper import Keeper, KeeperNews, sweep
 from kvferry.cluster.launcher import LAST_CALL_S
 from kvferry.cluster.ray_actors import START_TIMEOUT_S, get, node_id
+from kvferry.cluster.ray_places import RayPlaces
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.router_actor import RouterEndpoints
 
@@ -112,7 +114,7 @@ def take_down(namespace: str, grace_s: float) -> TakenDown:
     """End all that is ours in a namespace of the Ray that this process is in; nothing else."""
     address = ray.get_runtime_context().gcs_address
     keeper = _find(namespace)
-    actors, groups = len(our_actors(namespace)), len(our_groups(namespace))
+    actors, groups = len(our_actors(namespace)), len(RayPlaces(namespace).names())
     if keeper is not None:
         stopping = keeper.stop.remote(grace_s)
         with contextlib.suppress(ray.exceptions.RayError):

@@ -1,0 +1,121 @@
+"""Ray, as a joined cluster asks it for places: nodes, placement groups, autoscaler, a record.
+
+Groups are known here by our names for them. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray._private import state as ray_state
+from ray.autoscaler.sdk import request_resources
+from ray.experimental import internal_kv
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from kvferry.cluster.placement import Bundle
+from kvferry.cluster.ray_actors import EPOCH_NAMESPACE, node_address, node_id
+
+PREFIX = "kvferry/"
+_LEAST = {"CPU": 0.001}  # a bundle cannot be of nothing
+
+
+class RayPlaces:
+    """See the module. For one namespace of the Ray that this process is in."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._prefix = f"{PREFIX}{namespace}/"  # Ray's list of groups knows no namespaces
+        self._key = f"cluster/{namespace}".encode()
+        self.here = node_id(None)
+        self.address = node_address(None)
+
+    def nodes(self) -> list[tuple[str, str, Bundle]]:
+        """Live nodes: id, address, what is free."""
+        free = ray_state.available_resources_per_node()
+        return [
+            (node["NodeID"], node["NodeManagerAddress"], free.get(node["NodeID"], {}))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def total(self) -> Bundle:
+        """See ``Places``."""
+        resources: Bundle = ray.cluster_resources()
+        return resources
+
+    def create(self, name: str, bundle: Bundle, target: str | None) -> None:
+        """See ``Places``."""
+        ray.util.placement_group(
+            [dict(bundle) or _LEAST],
+            strategy="STRICT_PACK",
+            name=self._prefix + name,
+            lifetime="detached",
+            _soft_target_node_id=target,
+        )
+
+    def wait(self, name: str, timeout_s: float) -> bool:
+        """See ``Places``."""
+        group = self._find(name)
+        return group is not None and bool(group.wait(timeout_s))
+
+    def node_of(self, name: str) -> str | None:
+        """See ``Places``."""
+        group = self._find(name)
+        if group is None:
+            return None
+        nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        return nodes.get(0) or None
+
+    def remove(self, name: str) -> None:
+        """See ``Places``."""
+        group = self._find(name)
+        if group is not None:
+            ray.util.remove_placement_group(group)
+
+    def names(self) -> list[str]:
+        """See ``Places``."""
+        return [
+            entry["name"].removeprefix(self._prefix)
+            for entry in ray.util.placement_group_table().values()
+            if entry["name"].startswith(self._prefix) and entry["state"] != "REMOVED"
+        ]
+
+    def in_group(self, name: str) -> dict[str, Any]:
+        """See ``Places``."""
+        group = ray.util.get_placement_group(self._prefix + name)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return {"scheduling_strategy": strategy}
+
+    def beside_us(self) -> dict[str, Any]:
+        """See ``Places``."""
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.here, soft=False)}
+
+    def request(self, bundles: Sequence[Bundle]) -> None:
+        """See ``Places``."""
+        request_resources(bundles=[dict(bundle) for bundle in bundles])
+
+    def load(self) -> bytes | None:
+        """See ``Places``."""
+        found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=EPOCH_NAMESPACE)
+        return found
+
+    def save(self, record: bytes) -> None:
+        """See ``Places``."""
+        internal_kv._internal_kv_put(self._key, record, overwrite=True, namespace=EPOCH_NAMESPACE)
+
+    def forget(self) -> None:
+        """See ``Places``."""
+        internal_kv._internal_kv_del(self._key, namespace=EPOCH_NAMESPACE)
+
+    def _find(self, name: str) -> PlacementGroup | None:
+        try:
+            found: PlacementGroup = ray.util.get_placement_group(self._prefix + name)
+        except ValueError:  # removed, or never made
+            return None
+        return found
