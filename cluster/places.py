@@ -18,6 +18,10 @@ class Places(Protocol):
     here: str
     address: str
 
+    def nodes(self) -> list[tuple[str, str, Bundle]]:
+        """Live nodes: id, address, what is free."""
+        ...
+
     def total(self) -> Bundle:
         """What all nodes have together."""
         ...

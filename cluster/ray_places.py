@@ -36,7 +36,7 @@ class RayPlaces:
         self.address = node_address(None)
 
     def nodes(self) -> list[tuple[str, str, Bundle]]:
-        """Live nodes: id, address, what is free."""
+        """See ``Places``."""
         free = ray_state.available_resources_per_node()
         return [
             (node["NodeID"], node["NodeManagerAddress"], free.get(node["NodeID"], {}))

@@ -55,6 +55,7 @@ class Machine:
         self.home = lan.folder / name
         self.home.mkdir()
         self._lan = lan
+        self._num_runs = 0
         spec = lan.folder / f"{name}.json"
         ready = lan.folder / f"{name}.ready"
         sshd = self._sshd_config() if with_sshd else ""
@@ -138,23 +139,32 @@ class Machine:
                 stderr=subprocess.STDOUT,
             )
 
-    def run(
-        self, *command: str, within_s: float = 120.0, check: bool = True
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
-        done = subprocess.run(
-            [*self.enter(), *command],
-            cwd=REPOSITORY,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=False,
-        )
-        said = f"{self.name}: {command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0 or not check, said
-        return done
+    def run(self, *command: str, within_s: float = 120.0) -> str:
+        """Run a command to its end, which must be a good one; its standard output.
+
+        Output goes to files, so that it can be read while the command runs.
+        """
+        self._num_runs += 1
+        base = self._lan.folder / f"{self.name}-{self._num_runs}"
+        out, err = base.with_suffix(".out"), base.with_suffix(".err")
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            process = subprocess.Popen(
+                [*self.enter(), *command],
+                cwd=REPOSITORY,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+            )
+            try:
+                code = process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = -1
+        said = f"{out.read_text(errors='replace')}\n{err.read_text(errors='replace')}"
+        assert code == 0, f"{self.name}: {' '.join(command)} ended with {code}:\n{said}"
+        return out.read_text(errors="replace")
 
     def attached(self, command: Sequence[str]) -> int:
         """Run a command whose output is ours; its exit code."""

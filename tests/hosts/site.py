@@ -125,7 +125,7 @@ class Site:
     def kvferry(self, *arguments: str, within_s: float = 300.0) -> str:
         """A command on the head; its standard output."""
         words = (sys.executable, "-m", "kvferry.cluster.cli", *arguments)
-        return self.head.run(*words, within_s=within_s).stdout
+        return self.head.run(*words, within_s=within_s)
 
     def kvferry_json(self, *arguments: str) -> dict[str, Any]:
         """The document of a command on the head."""
