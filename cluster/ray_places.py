@@ -5,6 +5,7 @@ Groups are known here by our names for them. Decides nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvferry.cluster.placement import Bundle
 from kvferry.cluster.ray_actors import EPOCH_NAMESPACE, node_address, node_id
 
 PREFIX = "kvferry/"
+_OF_GROUP = re.compile(r"_group_(?:[0-9]+_)?[0-9a-f]{36}$")  # Ray's own names for what is reserved
 _LEAST = {"CPU": 0.001}  # a bundle cannot be of nothing
 
 
@@ -47,7 +49,11 @@ class RayPlaces:
     def total(self) -> Bundle:
         """See ``Places``."""
         resources: Bundle = ray.cluster_resources()
-        return resources
+        return {
+            name: amount
+            for name, amount in resources.items()
+            if not name.startswith(("node:", "bundle_group")) and not _OF_GROUP.search(name)
+        }
 
     def create(self, name: str, bundle: Bundle, target: str | None) -> None:
         """See ``Places``."""

@@ -34,6 +34,9 @@ class FakeCluster:
         self.grpc = endpoint
         self.stopped = 0
 
+    def ended(self) -> bool:
+        return False
+
     def stop(self, grace_s: float) -> None:
         self.stopped += 1
 

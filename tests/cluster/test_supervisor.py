@@ -68,3 +68,28 @@ def test_a_failed_start_is_tried_again_later() -> None:
     supervisor.failed_to_start("p", 3.0)
     assert supervisor.due(4.0) == []
     assert supervisor.due(5.0) == ["p"]
+
+
+def test_a_worker_that_is_expected_is_due_at_once_and_its_first_start_is_no_restart() -> None:
+    supervisor = Supervisor(POLICY)
+    supervisor.expect("decode-1", 5.0)
+    assert supervisor.due(5.0) == ["decode-1"]
+    supervisor.expect("decode-1", 6.0)  # known already
+    assert supervisor.due(6.0) == []
+    supervisor.started("decode-1", NodeRef("decode-1", 4), 7.0)
+    assert supervisor.num_restarts("decode-1") == 0
+    supervisor.lost(NodeRef("decode-1", 4), 8.0)
+    assert supervisor.due(9.0) == ["decode-1"]
+    assert supervisor.num_restarts("decode-1") == 1
+
+
+def test_a_worker_that_is_forgotten_does_not_come_and_one_that_lives_is_not_forgotten() -> None:
+    supervisor = Supervisor(POLICY)
+    supervisor.expect("decode-1", 5.0)
+    assert supervisor.forget("decode-1")
+    assert supervisor.due(100.0) == []
+    supervisor.failed_to_start("decode-1", 6.0)  # its start was on its way
+    assert supervisor.due(100.0) == []
+    supervisor.started("decode-0", NodeRef("decode-0", 3), 0.0)
+    assert not supervisor.forget("decode-0")
+    assert supervisor.alive() == [NodeRef("decode-0", 3)]

@@ -34,6 +34,7 @@ POLL_S = 0.05
 # What a command that runs a cluster tells on standard error when nothing is amiss.
 _PROGRESS = re.compile(
     r"starting Ray|joining the Ray cluster at \S+|starting \d+ workers and the router"
+    r"|found a running cluster in .*"
     r"|block sizes?: .*|\S+: KV pool: .* \(as requested\)|waiting for the workers to connect|ready"
     r"|stopping: streams have [\d.]+ s to finish"
 )

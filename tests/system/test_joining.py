@@ -1,4 +1,4 @@
-"""``serve --address`` on a running Ray cluster, and hard ends of ``serve``: what is left behind.
+"""``serve --address`` on a running Ray cluster: what outlives it, what finds it, what ends it.
 
 One Ray cluster for all of it; every ``serve`` is a new life on the same ground.
 """
@@ -17,14 +17,17 @@ import pytest
 from kvferry.cluster.client import Client
 from kvferry.engine.weights.store import ModelFolder
 from kvferry.protos import kvferry_pb2 as pb
+from tests.cluster import documents
 from tests.system.pools import assert_quiet
-from tests.system.processes import SOON_S, Served, eventually
+from tests.system.processes import SOON_S, START_S, Command, Served, eventually
 
 pytestmark = [pytest.mark.model, pytest.mark.ray, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[2]
-CONFIG = "{model: {max_model_len: 256}, cache: {num_blocks: 64}}"
-ACTORS = ("RouterActor", "PrefillWorker", "DecodeWorker")
+CONFIG = """
+{model: {max_model_len: 256}, cache: {num_blocks: 64}, transfer: {host: loopback}}
+"""
+ACTORS = ("Keeper", "RouterActor", "PrefillWorker", "DecodeWorker")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def actors() -> dict[int, str]:
     return found
 
 
-def test_drain_second_signal_kill_and_stop_on_a_joined_ray(
+def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
     default_model: ModelFolder, ray_head: str, tmp_path: Path
 ) -> None:
     others = set(actors())  # of the suite's own cluster
@@ -64,18 +67,45 @@ def test_drain_second_signal_kill_and_stop_on_a_joined_ray(
     def joined(*flags: str) -> Served:
         return Served(tmp_path, CONFIG, "--address", ray_head, *flags)
 
+    def down() -> list[dict[str, object]]:
+        with Command("down", "--json", "--address", ray_head, folder=tmp_path) as command:
+            ended = command.wait()
+            assert ended.code == 0, ended.err
+            clusters: list[dict[str, object]] = documents.parse(ended.out)["clusters"]
+            return clusters
+
     with joined("--decode", "2") as served, Client(served.endpoint) as at:
         assert served.ready["ray_address"] == ray_head
-        assert len(left()) == 4
+        assert len(left()) == 5
+        placed = {entry.worker.worker_id: entry.worker for entry in at.status().workers}
+        assert all("with 1 CPU: " in worker.placement for worker in placed.values())
+        assert all(w.address.startswith("tcp://127.0.0.1:") for w in placed.values())
+        mine = [core for worker in placed.values() for core in worker.cores]
+        assert len(set(mine)) == len(mine) > 0
         drain(at)
-        assert len(left()) == 3
+        assert len(left()) == 4
+        grow(at)
         second_signal_ends_at_once(served, at)
-    eventually("the actors end with their driver", left, lambda alive: not alive)
+    eventually("the keeper ends the actors all the same", left, lambda alive: not alive)
 
-    with joined() as served:
+    with joined() as served, Client(served.endpoint) as at:
+        before = left()
         served.process.kill()
         served.wait()
-    eventually("the actors end with their driver", left, lambda alive: not alive)
+        assert at.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3).text == " 5,"
+        (keeper,) = (pid for pid, name in actors().items() if "Keeper" in name)
+        psutil.Process(keeper).kill()
+        with joined() as again:
+            assert "found a running cluster" in again.err
+            assert again.endpoint == served.endpoint
+            assert left() - before == {pid for pid, name in actors().items() if "Keeper" in name}
+            dies_and_comes_again(at)
+            assert len(down()) == 1
+            ended = again.wait()
+            assert ended.code == 0
+            assert "the cluster has been taken down" in ended.err
+    eventually("no actor is left", left, lambda alive: not alive)
+    assert down() == []
 
     with joined() as served, Client(served.endpoint) as at:
         assert at.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3).text == " 5,"
@@ -85,6 +115,40 @@ def test_drain_second_signal_kill_and_stop_on_a_joined_ray(
         assert (ended.code, ended.complaints) == (0, [])
         assert not served.ready_file.exists()
         eventually("no actor is left", left, lambda alive: not alive)
+
+
+def test_what_cannot_be_placed_is_said_and_leaves_nothing(
+    default_model: ModelFolder, ray_head: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("{ray: {placement_wait: 3s}, decode: {threads: 1, resources: {absent: 1}}}")
+    flags = ("--config", str(config), "--address", ray_head, "--grpc", "127.0.0.1:0")
+    with Command("serve", *flags, folder=tmp_path) as command:
+        ended = command.wait()
+    assert (ended.code, ended.out) == (1, "")
+    assert "waiting for Ray to place decode-0 (1 CPU, 1 absent); the whole" in ended.err
+    assert "kvferry: no room for decode-0 (1 CPU, 1 absent) after 3 s" in ended.err
+    with Command("down", "--json", "--address", ray_head, folder=tmp_path) as command:
+        assert documents.parse(command.wait().out)["clusters"] == []
+
+
+def grow(client: Client) -> None:
+    """The drained worker's place was given back: there is room for another."""
+    there = client.scale(decode=2, timeout_s=START_S)
+    assert (there.prefill, there.decode) == (1, 2)
+    assert client.scale(decode=1, timeout_s=START_S).decode == 1
+
+
+def dies_and_comes_again(client: Client) -> None:
+    """The keeper in its second life watches: a worker that is killed is started again."""
+    (worker,) = (e.worker for e in client.status().workers if e.worker.role == "decode")
+    psutil.Process(worker.pid).kill()
+
+    def epochs() -> list[int]:
+        found = [e.worker for e in client.status().workers if e.worker.role == "decode"]
+        return [each.epoch for each in found if each.state == "ready"]
+
+    eventually("it is there again", epochs, lambda found: found > [worker.epoch], START_S)
 
 
 def drain(client: Client) -> None:
