@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ def main() -> int:
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}")
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or nothing would be put away
     began = time.monotonic()
     with Site() as site:
         if args.sweep:

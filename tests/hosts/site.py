@@ -50,6 +50,7 @@ class Site:
             "HF_HUB_OFFLINE": "1",
             "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_UP_enable_autoscaler_v2": "0",  # version 2 starts one of two local workers
             "LANG": "C.UTF-8",
             "TERM": "dumb",
         }
@@ -107,8 +108,7 @@ class Site:
             "max_workers": 2,
             "idle_timeout_minutes": 60,
             "head_start_ray_commands": [
-                # Its version 2 starts one of two local workers.
-                f"RAY_enable_autoscaler_v2=0 {start} --head --port={RAY_PORT} --node-ip-address={self.head.address} "
+                f"{start} --head --port={RAY_PORT} --node-ip-address={self.head.address} "
                 "--include-dashboard=false --autoscaling-config=~/ray_bootstrap_config.yaml"
             ],
             "worker_start_ray_commands": [f"{start} --address=$RAY_HEAD_IP:{RAY_PORT}"],
