@@ -15,7 +15,7 @@ from kvferry.cluster.cli.command import Command, Result, UsageError
 from kvferry.cluster.cli.flags import add_cluster, cluster_overrides
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.cli.signals import StopSignals
-from kvferry.cluster.cli.startup import leave, start
+from kvferry.cluster.cli.startup import RunningCluster, leave, start
 from kvferry.cluster.config import load_config
 
 GRACE_S = 5.0  # with what ends after it, a stop takes less than 10 s
@@ -106,16 +106,13 @@ def run(args: argparse.Namespace) -> Result:
                 )
             cluster = start(config, progress)
         if args.detach:
+            announce(cluster, args.ready_file)
             leave(cluster)
-            print(ready_line(cluster.grpc, cluster.http, cluster.ray_address, cluster.metrics))
             return Result()
         try:
             signals.install()  # whatever start-up put in their place
             signals.started()
-            line = ready_line(cluster.grpc, cluster.http, cluster.ray_address, cluster.metrics)
-            if args.ready_file is not None:
-                write_whole(args.ready_file, line + "\n")
-            print(line, flush=True)
+            announce(cluster, args.ready_file)
             with contextlib.redirect_stdout(sys.stderr):  # Ray reports a dead process there
                 asked = signals.wait(cluster.ended)
             print(
@@ -138,6 +135,14 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def announce(cluster: RunningCluster, ready_file: Path | None) -> None:
+    """Print the READY line, and write it to a file that is asked for."""
+    line = ready_line(cluster.grpc, cluster.http, cluster.ray_address, cluster.metrics)
+    if ready_file is not None:
+        write_whole(ready_file, line + "\n")
+    print(line, flush=True)
 
 
 def ready_line(grpc: str, http: str | None, ray_address: str, metrics: str | None) -> str:

@@ -200,6 +200,10 @@ from kvferry.cluster.cli import main, serve
 class Cluster:
     grpc, http, metrics = "127.0.0.1:7", "127.0.0.1:8", None
     ray_address, startup_s = "127.0.0.1:6379", 0.0
+    def ended(self):
+        return {ended}
+    def leave(self):
+        print("LEFT", flush=True)
     def stop(self, grace_s):
         print("STOPPING", flush=True)
         {stop}
@@ -218,8 +222,10 @@ Serve = Callable[..., "subprocess.Popen[str]"]
 def serve() -> Iterator[Serve]:
     running: list[subprocess.Popen[str]] = []
 
-    def run(*flags: str, start: str = "pass", stop: str = "pass") -> subprocess.Popen[str]:
-        code = SERVE.format(start=start, stop=stop)
+    def run(
+        *flags: str, start: str = "pass", stop: str = "pass", ended: bool = False
+    ) -> subprocess.Popen[str]:
+        code = SERVE.format(start=start, stop=stop, ended=ended)
         process = subprocess.Popen(
             [sys.executable, "-c", code, *flags],
             stdout=subprocess.PIPE,
@@ -263,6 +269,26 @@ def test_serve_says_ready_once_and_stops_in_order(
     assert (process.returncode, out) == (0, "STOPPING\n")
     assert err == "stopping: streams have 5 s to finish\n"
     assert not file.exists()
+
+
+def test_serve_ends_when_somebody_else_has_ended_the_cluster(serve: Serve) -> None:
+    process = serve(ended=True)
+    assert line(process).startswith("READY ")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "STOPPING\n")
+    assert "the cluster has been taken down" in err
+
+
+def test_a_cluster_is_left_to_itself_only_on_a_ray_that_it_has_joined(serve: Serve) -> None:
+    process = serve("--detach")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert "--detach: a Ray of its own ends with this command" in err
+    process = serve("--detach", "--address", "127.0.0.1:1")
+    out, _ = process.communicate(timeout=30)
+    ready, left = out.splitlines()
+    assert (process.returncode, left) == (0, "LEFT")
+    assert ready.startswith("READY {")
 
 
 def test_second_signal_ends_serve_at_once(serve: Serve) -> None:

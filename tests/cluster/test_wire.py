@@ -213,6 +213,7 @@ def description(*roles: Role) -> WorkerDescription:
         member(REF, roles or (Role.DECODE,)), 77, "host", 2, "reference", "avx2", ("local",),
         config, SIZE,
         stub_layout(4), "float32", 32, "arithmetic", "node", num_restarts=3,
+        placement="node: why", cores=(4, 5),
     )  # fmt: skip
 
 
