@@ -117,7 +117,8 @@ def test_of_several_one_must_be_named(
     first, second = start(SLEEPS), start(SLEEPS)
     for each in (first, second):
         note(folder, life(each))
-    assert down(capsys) == (2, None)
+    assert main(["down", "--json"]) == 2
+    assert documents.parse(capsys.readouterr().out)["clusters"] is None
     assert [c["pid"] for c in down(capsys, "--pid", str(second.pid))[1]] == [second.pid]
     assert first.poll() is None
     assert [c["pid"] for c in down(capsys, "--all")[1]] == [first.pid]

@@ -62,7 +62,11 @@ async def look(client: AsyncClient, log: Log) -> None:
     """Note the status whenever it has changed."""
     before = None
     while True:
-        status = await client.status()
+        try:
+            status = await client.status()
+        except KVFerryError as error:  # it is not what is tried here
+            log.note(unanswered=f"{type(error).__name__}: {error}")
+            continue
         workers = {
             entry.worker.worker_id: [entry.worker.state, entry.worker.epoch]
             for entry in status.workers
