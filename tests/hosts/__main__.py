@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def every_step(site: Site) -> None:
-    tell("ray up to first token", drill.up_to_first_token(site))
+    tell("ray up to first token", drill.up_to_first_token(site, site.up))
     tell("placement", drill.where_everything_is(site))
     reference = drill.undisturbed(site)
     two = site.lan.machines["two"]
@@ -61,7 +61,8 @@ def every_step(site: Site) -> None:
     tell("machine lost", drill.broken(site, "lost", reference, two.switch_off))
     del site.lan.machines["two"]
     tell("load", drill.loaded(site))
-    tell("down", drill.taken_down(site))
+    drill.taken_down(site)
+    tell("ray down", drill.ray_down(site))
 
 
 if __name__ == "__main__":

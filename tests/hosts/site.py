@@ -114,6 +114,17 @@ class Site:
             "worker_start_ray_commands": [f"{start} --address=$RAY_HEAD_IP:{RAY_PORT}"],
         }
 
+    def start_ray(self) -> None:
+        """Ray on every machine, as ``ray up`` would start it, but without it."""
+        config = self.cluster_config()
+        (head,) = config["head_start_ray_commands"]
+        (worker,) = config["worker_start_ray_commands"]
+        alone = head.replace("--autoscaling-config=~/ray_bootstrap_config.yaml", "")
+        self.head.run("bash", "--login", "-c", alone)
+        for name in NAMES[1:]:
+            command = f"export RAY_HEAD_IP={self.head.address}; {worker}"
+            self.lan.machines[name].run("bash", "--login", "-c", command)
+
     def up(self) -> None:
         """``ray up``, from the operator's place."""
         self.operator.run("ray", "up", "-y", "--no-config-cache", str(self.cluster_file))
