@@ -1,8 +1,7 @@
-"""``kvferry scale`` and ``kvferry down`` on a Ray of one's own; what ``kill -9`` of ``serve`` leaves."""
+"""``kvferry scale`` and ``kvferry down`` on a Ray of one's own, also after ``kill -9`` of serve."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,12 @@ def test_a_killed_serve_is_cleared_away_at_once_and_again_is_harmless(
         assert client.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3).text == " 5,"
         (worker,) = (e.worker for e in client.status().workers if e.worker.role == "decode")
         assert (worker.placement, list(worker.cores)) == ("a Ray of its own, on this host", [])
-        ours = [process.pid for process in served.family() if "gcs_server" in process.name()]
+        assert any("gcs_server" in process.name() for process in served.family())
         served.process.kill()
         served.wait()
         (cluster,) = down(served.process.pid)
         assert (cluster["kind"], cluster["pid"]) == ("own", served.process.pid)
-        assert json.dumps(cluster["ray_address"]) == json.dumps(served.ready["ray_address"])
-        assert len(ours) == 1
+        assert cluster["ray_address"] == served.ready["ray_address"]
         served.assert_nothing_lives_on()
         assert down(served.process.pid) == []
 
