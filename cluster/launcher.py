@@ -30,7 +30,13 @@ from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
 from kvferry.cluster.scaling import ScaleDone, ScaleOrder, names_to_add, names_to_drain
-from kvferry.cluster.settings import kv_dtype, log_settings, router_settings, worker_setting
+from kvferry.cluster.settings import (
+    LOOPBACK,
+    kv_dtype,
+    log_settings,
+    router_settings,
+    worker_setting,
+)
 from kvferry.cluster.supervision import Orders, RunningRouter, RunningWorker, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
 from kvferry.kv_cache.errors import KVFerryError
@@ -119,6 +125,11 @@ class Cluster:
     def _open(self, progress: Say) -> None:
         for line in self._sizes.lines:
             progress(line)
+        if self._ground.host != LOOPBACK:
+            progress(
+                "warning: workers and router listen for each other on their nodes' addresses "
+                "(transfer.host), without encryption or authentication: keep others off them"
+            )
         wanted = first_workers(self._config)
         self._ground.assign(wanted, progress)
         progress(f"starting {len(wanted)} workers and the router")

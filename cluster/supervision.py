@@ -144,6 +144,7 @@ class Supervision:
         self._supervisor = Supervisor()
         self._workers = {w.description.member.ref.node_id: w for w in workers}
         self._router = router
+        self._leaving: set[str] = set()
         self._starting: dict[str, tuple[Any, Any]] = {}
         self._starting_router: tuple[Any, Any] | None = None
         self._router_start_at = 0.0
@@ -231,6 +232,7 @@ class Supervision:
 
     def _drain(self, name: str, now: float) -> None:
         if name in self._workers:
+            self._leaving.add(name)
             self._router.actor.begin_drain.remote(name)
         else:
             self._forget(name, now)
@@ -259,7 +261,13 @@ class Supervision:
     def _lost(self, worker: RunningWorker, death: Death, tell: bool) -> None:
         ref = death.ref
         self._declared(death)
-        if not self._supervisor.lost(ref, time.monotonic()):
+        leaves = ref.node_id in self._leaving
+        known = (
+            self._supervisor.retired(ref)
+            if leaves
+            else self._supervisor.lost(ref, time.monotonic())
+        )
+        if not known:
             return
         logger.warning("%s (epoch %d) is lost: %s", ref.node_id, ref.epoch, death.why)
         with self._lock:
@@ -267,6 +275,9 @@ class Supervision:
         self._kill(worker)
         if tell:
             self._router.actor.worker_died.remote(ref, death.why)
+        if leaves:  # it was to go: it has gone
+            self._leaving.discard(ref.node_id)
+            self._orders.gone(ref.node_id)
 
     def _retire(self, ref: NodeRef) -> None:
         """A worker has been drained and holds nothing: end it; nobody takes its place."""
@@ -275,6 +286,7 @@ class Supervision:
         with self._lock:
             worker = self._workers.pop(ref.node_id)
         self._kill(worker)
+        self._leaving.discard(ref.node_id)
         self._orders.gone(ref.node_id)
 
     def _finish_starts(self, now: float) -> None:
