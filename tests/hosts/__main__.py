@@ -51,14 +51,15 @@ def main() -> int:
 
 
 def every_step(site: Site) -> None:
+    load = drill.Load()
     tell("ray up to first token", drill.up_to_first_token(site, site.up))
     tell("placement", drill.where_everything_is(site))
-    reference = drill.undisturbed(site)
+    reference = drill.undisturbed(site, load)
     two = site.lan.machines["two"]
-    tell("link cut", drill.broken(site, "cut", reference, two.cut))
+    tell("link cut", drill.broken(site, "cut", load, reference, two.cut))
     tell("link mended", drill.mended(site))
     tell("scale", drill.scaled(site))
-    tell("machine lost", drill.broken(site, "lost", reference, two.switch_off))
+    tell("machine lost", drill.broken(site, "lost", load, reference, two.switch_off))
     del site.lan.machines["two"]
     tell("load", drill.loaded(site))
     drill.taken_down(site)

@@ -26,6 +26,9 @@ def test_streams_go_on_when_a_decode_machine_s_link_is_cut(default_model: ModelF
     with Site() as site:
         drill.up_to_first_token(site, site.start_ray)
         drill.where_everything_is(site)
-        reference = drill.undisturbed(site)
-        drill.broken(site, "cut", reference, site.lan.machines["two"].cut)
+        load = drill.Load(streams=4, tokens=96)
+        reference = drill.undisturbed(site, load)
+        two = site.lan.machines["two"]
+        drill.broken(site, "cut", load, reference, two.cut)
+        two.mend()
         drill.taken_down(site)
