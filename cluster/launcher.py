@@ -181,6 +181,16 @@ class Cluster:
             return None
         return views
 
+    def not_ready_reasons(self, timeout_s: float = 2.0) -> list[str]:
+        """Why no request could be served now; empty when the router says that it is ready."""
+        assert self._supervision is not None
+        router, _ = self._supervision.actors()
+        try:
+            reasons: list[str] = ray.get(router.not_ready_reasons.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError as error:  # a time-out too
+            return [f"the router does not answer ({type(error).__name__})"]
+        return reasons
+
     def stop(self, grace_s: float = 0.0) -> None:
         """Let streams finish for ``grace_s`` seconds, end the rest, end every process; idempotent.
 

@@ -10,7 +10,6 @@ import os
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.config import Config
 from kvferry.worker.logs import set_up_logging
 
@@ -28,11 +27,24 @@ class RunningCluster(Protocol):
     ray_address: str
     startup_s: float
 
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when ready."""
+
     def stop(self, grace_s: float) -> None:
         """Let streams finish for ``grace_s`` seconds, then end every process that was started."""
 
 
-def start(config: Config, progress: ProgressLine) -> RunningCluster:
+class Progress(Protocol):
+    """What takes the news of a start: ``cluster.cli.progress.ProgressLine``, or a log."""
+
+    def stage(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """``done`` of ``total`` units of a stage; a total of 0 is unknown."""
+
+    def say(self, message: str) -> None:
+        """News without a count."""
+
+
+def start(config: Config, progress: Progress) -> RunningCluster:
     """Resolve the model, fetching it if it must be, and start the workers.
 
     Raises ModelMissing and its kin, PortUnavailable, or whatever kept a worker from starting.
