@@ -43,9 +43,7 @@ class KVFerryCluster:
         patience_s: seconds without readiness after which it reports itself unhealthy.
     """
 
-    def __init__(
-        self, config: str | None, overrides: Mapping[str, Any], patience_s: float
-    ) -> None:
+    def __init__(self, config: str | None, overrides: Mapping[str, Any], patience_s: float) -> None:
         path = None if config is None else Path(config).expanduser()
         read = load_config(path, {"ray.address": "auto", **overrides})
         self._patience = Patience(patience_s)

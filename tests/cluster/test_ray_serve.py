@@ -141,9 +141,7 @@ def test_there_is_one_replica_on_the_head_with_time_to_stop() -> None:
 
 def serve_configurations() -> dict[str, str]:
     manifest = (ROOT / "deploy" / "kubernetes" / "rayservice.yaml").read_text(encoding="utf-8")
-    (service,) = (
-        each for each in yaml.safe_load_all(manifest) if each["kind"] == "RayService"
-    )
+    (service,) = (each for each in yaml.safe_load_all(manifest) if each["kind"] == "RayService")
     return {
         "serve/kvferry.yaml": (ROOT / "deploy" / "serve" / "kvferry.yaml").read_text("utf-8"),
         "kubernetes/rayservice.yaml": service["spec"]["serveConfigV2"],

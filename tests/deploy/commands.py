@@ -53,21 +53,26 @@ def simple_commands(text: str) -> Iterator[list[str]]:
 
 def problems(words: list[str]) -> list[str]:
     """What a parser has against a command; nothing if it is nobody's that we know."""
-    name = PurePosixPath(words[0]).name
+    name = _name_of(words)
     if name == "kvferry":
         return _kvferry(words[1:])
     if name in CLICK:
         return _click(name, words[1:])
     if name == "make":
         known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        targets = [word for word in words[1:] if "=" not in word]
+        targets = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
         return [f"make has no target {target}" for target in targets if target not in known]
     return []
 
 
 def is_checked(words: list[str]) -> bool:
     """Whether ``problems`` knows the command."""
-    return PurePosixPath(words[0]).name in {"kvferry", "make", *CLICK}
+    return _name_of(words) in {"kvferry", "make", *CLICK}
+
+
+def _name_of(words: list[str]) -> str:
+    """A command's name, without the folder; what has a colon is a volume of Compose's, say."""
+    return "" if ":" in words[0] else PurePosixPath(words[0]).name
 
 
 def unknown_flags(words: list[str]) -> list[str]:
@@ -114,7 +119,7 @@ def _click(name: str, arguments: list[str]) -> list[str]:
 
 def _flags_of(words: list[str]) -> set[str]:
     """Every flag along a command's path."""
-    name = PurePosixPath(words[0]).name
+    name = _name_of(words)
     if name == "kvferry":
         parser, found = parser_of(words[1:]), set[str]()
         names = [word for word in words[1:] if word in COMMANDS]

@@ -38,7 +38,10 @@ SERVICE: Schema = {
             "type": "array",
             "items": {"type": "string", "pattern": r"^127\.0\.0\.1:\d+:\d+$"},
         },
-        "volumes": {"type": "array", "items": {"type": "string", "pattern": r"^[^:]+:/[^:]+(:ro)?$"}},
+        "volumes": {
+            "type": "array",
+            "items": {"type": "string", "pattern": r"^[^:]+:/[^:]+(:ro)?$"},
+        },
         "environment": {"type": "object", "additionalProperties": TEXT},
         "shm_size": {"type": "string", "pattern": r"^\d+[bkmg]$"},
         "cap_drop": TEXTS,
@@ -68,7 +71,10 @@ SCHEMA: Schema = {
     "properties": {
         "name": TEXT,
         "services": {"type": "object", "additionalProperties": SERVICE},
-        "volumes": {"type": "object", "additionalProperties": {"type": "object", "maxProperties": 0}},
+        "volumes": {
+            "type": "object",
+            "additionalProperties": {"type": "object", "maxProperties": 0},
+        },
     },
     "additionalProperties": False,
 }

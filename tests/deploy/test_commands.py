@@ -21,7 +21,11 @@ pytest.importorskip("ray.serve", reason="the extra ray-serve is not installed")
 
 DEPLOY = ROOT / "deploy"
 PAGES = sorted((ROOT / "docs" / "deploy").glob("*.md"))
-YAML_FILES = sorted(DEPLOY.rglob("*.yaml"))
+YAML_FILES = sorted(
+    path
+    for folder in ("compose", "kubernetes", "ray", "serve")
+    for path in (DEPLOY / folder).rglob("*.yaml")
+)
 FILES = [*PAGES, *YAML_FILES, DEPLOY / "container" / "Dockerfile"]
 TOOLS = r"(?:kvferry|ray|serve|make) "
 

@@ -110,4 +110,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert str(Path(inside).parent) == provider["options"]["path"]
     assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == inside
     folders = {str(Path(target).parent) for target in here}
-    assert {"/etc/grafana/provisioning/datasources", "/etc/grafana/provisioning/dashboards"} <= folders
+    assert {
+        "/etc/grafana/provisioning/datasources",
+        "/etc/grafana/provisioning/dashboards",
+    } <= folders

@@ -55,7 +55,9 @@ def test_workers_take_what_their_node_type_has(name: str) -> None:
 
 def test_a_host_of_ones_own_has_what_a_worker_of_either_role_takes() -> None:
     config = load_config(FOLDER / "kvferry.yaml")
-    (start,) = (line for line in cluster("local.yaml")["worker_start_ray_commands"] if "--resources" in line)
+    (start,) = (
+        line for line in cluster("local.yaml")["worker_start_ray_commands"] if "--resources" in line
+    )
     (there,) = re.findall(r"echo '(\{.*\})'", start)
     wanted = {**config.prefill.resources, **config.decode.resources}
     assert wanted.items() <= yaml.safe_load(there).items()

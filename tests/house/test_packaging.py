@@ -97,7 +97,9 @@ def test_sdist_holds_licence_and_sources_and_no_test(sdist: Path) -> None:
         names = [name.partition("/")[2] for name in source.getnames()]
         links = [member.name for member in source.getmembers() if member.issym()]
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "PKG-INFO"} <= set(names)
-    assert re.fullmatch(rf"kvferry-{re.escape(PYPROJECT['project']['version'])}\.tar\.gz", sdist.name)
+    assert re.fullmatch(
+        rf"kvferry-{re.escape(PYPROJECT['project']['version'])}\.tar\.gz", sdist.name
+    )
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "kernels/cpu/src").iterdir()}
     assert kernels <= set(names)
     assert [name for name in names if name.split("/")[0] in ("tests", "docs", "build")] == []

@@ -81,7 +81,9 @@ def test_serve_owns_the_clusters_life_and_sees_its_health(head: subprocess.Popen
     # a death is supervision's affair, and the application says so meanwhile
     (pid,) = (pid for pid, name in ours().items() if "DecodeWorker" in name)
     psutil.Process(pid).kill()
-    eventually("the application says that it is not ready", lambda: ask(url)[0], lambda it: it == 503)
+    eventually(
+        "the application says that it is not ready", lambda: ask(url)[0], lambda it: it == 503
+    )
     status, again = eventually("it is ready again", lambda: ask(url), lambda it: it[0] == 200)
     assert again["grpc"] == facts["grpc"]  # the same cluster: Serve has not begun anew
     assert len(ours()) == 3
