@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="the extra ray-serve is not installed")
 
-from ray.serve.schema import ServeDeploySchema  # noqa: E402
-import yaml  # noqa: E402
+import yaml
+from ray.serve.schema import ServeDeploySchema
 
-from kvferry.cluster import ray_serve  # noqa: E402
-from kvferry.cluster.config import Config, ConfigError  # noqa: E402
-from kvferry.cluster.errors import NotReady, PortUnavailable  # noqa: E402
-from tests.house.source import ROOT  # noqa: E402
+from kvferry.cluster import ray_serve
+from kvferry.cluster.config import Config, ConfigError
+from kvferry.cluster.errors import NotReady, PortUnavailable
+from tests.house.source import ROOT
 
 
 class FakeCluster:

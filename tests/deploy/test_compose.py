@@ -1,4 +1,4 @@
-"""The Compose file: its shape, that what it mounts exists, and that its services find each other."""
+"""The Compose file: its shape, that what it mounts exists, that its services find each other."""
 
 from __future__ import annotations
 

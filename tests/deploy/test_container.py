@@ -91,7 +91,7 @@ def test_the_result_is_small_and_nobody_is_root_in_it() -> None:
         name for name, _ in steps_of(last)
     ].index("RUN")
     assert "g++" not in " ".join(values(last, "RUN"))  # the compiler stays in the build's stage
-    assert [value for value in values(last, "COPY")] == ["--from=build /opt/kvferry /opt/kvferry"]
+    assert values(last, "COPY") == ["--from=build /opt/kvferry /opt/kvferry"]
 
 
 def test_the_build_sees_what_it_installs_and_no_more() -> None:

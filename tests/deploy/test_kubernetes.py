@@ -1,4 +1,4 @@
-"""The manifests: KubeRay's fields, Kubernetes' schemas, Serve's, and that the parts fit together."""
+"""The manifests: KubeRay's fields, Kubernetes' schemas, and that the parts fit together."""
 
 from __future__ import annotations
 

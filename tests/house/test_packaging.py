@@ -1,6 +1,6 @@
 """sdist and wheel: all of the package, under kvferry/, its licence, and nothing else.
 
-Built without a compiler here; ``tests/system/test_installed.py`` compiles, and runs what it installs.
+Built without a compiler here; ``tests/system/test_installed.py`` compiles, installs and runs.
 """
 
 from __future__ import annotations

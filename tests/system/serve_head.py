@@ -1,14 +1,16 @@
 """A Ray cluster with a Serve that runs our application: ``python -m tests.system.serve_head JSON``.
 
 JSON: the application's arguments. Prints one line of JSON, where the application answers, when it
-is healthy; on SIGTERM deletes it, says ``deleted``, and ends on a second one.
+is healthy. ``delete`` on standard input deletes it, and is answered by ``deleted``; the end of the
+input ends everything.
 """
 
+import contextlib
 import json
 import os
-import signal
 import socket
 import sys
+from typing import TextIO
 
 import ray
 from ray import serve
@@ -26,8 +28,8 @@ def free_port() -> int:
         return port
 
 
-if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+def main(say: TextIO) -> None:
+    """Serve until the end of standard input."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",
@@ -39,10 +41,16 @@ if __name__ == "__main__":
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     serve.run(build(json.loads(sys.argv[1])), name=NAME, route_prefix=f"/{NAME}")
-    print(json.dumps({"url": f"http://127.0.0.1:{port}/{NAME}"}), flush=True)
-    signal.sigwait([signal.SIGTERM])
-    serve.delete(NAME)
-    print("deleted", flush=True)
-    signal.sigwait([signal.SIGTERM])
+    print(json.dumps({"url": f"http://127.0.0.1:{port}/{NAME}"}), file=say, flush=True)
+    for line in sys.stdin:
+        assert line.strip() == "delete"
+        serve.delete(NAME)
+        print("deleted", file=say, flush=True)
     serve.shutdown()
     ray.shutdown()
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray reports a dead process
+        assert sys.__stdout__ is not None
+        main(sys.__stdout__)

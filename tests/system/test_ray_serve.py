@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,11 +17,11 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="the extra ray-serve is not installed")
 
-from kvferry.cluster.client import Client  # noqa: E402
-from kvferry.engine.weights.store import ModelFolder  # noqa: E402
-from tests.system.pools import assert_quiet  # noqa: E402
-from tests.system.processes import SOON_S, eventually  # noqa: E402
-from tests.system.test_joining import actors  # noqa: E402
+from kvferry.cluster.client import Client
+from kvferry.engine.weights.store import ModelFolder
+from tests.system.pools import assert_quiet
+from tests.system.processes import SOON_S, eventually
+from tests.system.test_joining import ACTORS
 
 pytestmark = [pytest.mark.model, pytest.mark.ray, pytest.mark.slow]
 
@@ -38,16 +39,28 @@ ARGUMENTS = {
 
 @pytest.fixture
 def head(default_model: ModelFolder) -> Iterator[subprocess.Popen[str]]:
+    """Ray and Serve with the application, in a process that ends them at the end of its input."""
     command = [sys.executable, "-m", "tests.system.serve_head", json.dumps(ARGUMENTS)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
         try:
             yield process
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(SOON_S) == 0
         finally:
-            process.terminate()  # the second time, where the test has come to its end
-            try:
-                process.wait(SOON_S)
-            finally:
-                process.kill()
+            process.kill()  # Ray's processes follow
+
+
+def actors_of(process: subprocess.Popen[str]) -> dict[int, str]:
+    """Processes of our actors in the Ray that a process has started."""
+    found = {}
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = each.name()
+            if each.status() != psutil.STATUS_ZOMBIE and any(actor in name for actor in ACTORS):
+                found[each.pid] = name
+    return found
 
 
 def ask(url: str) -> tuple[int, dict[str, Any]]:
@@ -59,12 +72,10 @@ def ask(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_serve_owns_the_clusters_life_and_sees_its_health(head: subprocess.Popen[str]) -> None:
-    others = set(actors())  # of the suite's own cluster
-
     def ours() -> dict[int, str]:
-        return {pid: name for pid, name in actors().items() if pid not in others}
+        return actors_of(head)
 
-    assert head.stdout is not None
+    assert head.stdin is not None and head.stdout is not None
     url = json.loads(head.stdout.readline())["url"]
     status, facts = ask(url)
     assert (status, facts["ready"], facts["metrics"]) == (200, True, None)
@@ -88,7 +99,7 @@ def test_serve_owns_the_clusters_life_and_sees_its_health(head: subprocess.Popen
     assert again["grpc"] == facts["grpc"]  # the same cluster: Serve has not begun anew
     assert len(ours()) == 3
 
-    head.terminate()
+    print("delete", file=head.stdin, flush=True)
     assert head.stdout.readline().strip() == "deleted"
     eventually("the cluster has ended with the application", ours, lambda alive: not alive)
     assert head.poll() is None  # Ray itself lives on
