@@ -112,12 +112,11 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         patience_s = parse_duration(args.get("patience", "60s"))
     except ValueError as error:
         raise ConfigError(f"args.patience: got {args['patience']!r}: {error}") from error
-    deployment = serve.deployment(
-        KVFerryCluster,
+    as_deployment = serve.deployment(
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": HEAD_ONLY},
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=END_S,
     )
-    return deployment.bind(config, dict(overrides), patience_s)
+    return as_deployment(KVFerryCluster).bind(config, dict(overrides), patience_s)

@@ -132,7 +132,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], said: str) -> None:
 
 def test_there_is_one_replica_on_the_head_with_time_to_stop() -> None:
     app = ray_serve.build({"config": "/etc/kvferry/kvferry.yaml"})
-    deployment = app._bound_deployment
+    deployment: Any = app._bound_deployment
     assert deployment.num_replicas == 1
     assert deployment.ray_actor_options["resources"] == ray_serve.HEAD_ONLY
     assert ray_serve.END_S > ray_serve.GRACE_S + 2 * 2.0

@@ -46,7 +46,7 @@ def main(say: TextIO) -> None:
         assert line.strip() == "delete"
         serve.delete(NAME)
         print("deleted", file=say, flush=True)
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
 
 

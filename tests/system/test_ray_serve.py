@@ -41,8 +41,8 @@ ARGUMENTS = {
 def head(default_model: ModelFolder) -> Iterator[subprocess.Popen[str]]:
     """Ray and Serve with the application, in a process that ends them at the end of its input."""
     command = [sys.executable, "-m", "tests.system.serve_head", json.dumps(ARGUMENTS)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, text=True, stdin=pipe, stdout=pipe) as process:
         try:
             yield process
             assert process.stdin is not None
