@@ -33,7 +33,7 @@ INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 INSTALLED_PEERS := $(PEERS_VENV)/.stamp-installed
 
-.PHONY: help demo test wheel chaos false-deaths loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
+.PHONY: help demo test chaos false-deaths loadgen-accuracy cancel-storm fuzz mutants paging parity peers ext sanitize neon format proto clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -105,6 +105,7 @@ $(MADE):
 	@touch $@
 
 # From a copy, so that nothing lying about in the tree gets in; the wheel is built from the sdist.
+.PHONY: wheel
 wheel: $(INSTALLED_DEV)
 	@rm -rf build/tree dist
 	@mkdir -p build/tree

@@ -171,16 +171,6 @@ class Cluster:
         assert self._supervision is not None
         return self._supervision.deaths()
 
-    def request_views(self, timeout_s: float = 2.0) -> list[RequestView] | None:
-        """Every live request of the router; None while no router answers."""
-        assert self._supervision is not None
-        router, _ = self._supervision.actors()
-        try:
-            views: list[RequestView] = ray.get(router.request_views.remote(), timeout=timeout_s)
-        except ray.exceptions.RayError:  # a time-out too
-            return None
-        return views
-
     def not_ready_reasons(self, timeout_s: float = 2.0) -> list[str]:
         """Why no request could be served now; empty when the router says that it is ready."""
         assert self._supervision is not None
@@ -190,6 +180,16 @@ class Cluster:
         except ray.exceptions.RayError as error:  # a time-out too
             return [f"the router does not answer ({type(error).__name__})"]
         return reasons
+
+    def request_views(self, timeout_s: float = 2.0) -> list[RequestView] | None:
+        """Every live request of the router; None while no router answers."""
+        assert self._supervision is not None
+        router, _ = self._supervision.actors()
+        try:
+            views: list[RequestView] = ray.get(router.request_views.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError:  # a time-out too
+            return None
+        return views
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Let streams finish for ``grace_s`` seconds, end the rest, end every process; idempotent.

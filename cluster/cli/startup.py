@@ -27,11 +27,11 @@ class RunningCluster(Protocol):
     ray_address: str
     startup_s: float
 
-    def not_ready_reasons(self) -> list[str]:
-        """Why no request could be served now; empty when ready."""
-
     def stop(self, grace_s: float) -> None:
         """Let streams finish for ``grace_s`` seconds, then end every process that was started."""
+
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when ready."""
 
 
 class Progress(Protocol):
