@@ -2,7 +2,7 @@
 
 For ``serve deploy`` and KubeRay's RayService, which then start the cluster, look after it and end
 it. Serve is not on the way of a token: clients use the cluster's own doors, and a request to the
-application says where those are. Needs the extra ``ray-serve``.
+application says where those are.
 
 Knows nothing of workers: starting and stopping is ``cluster.launcher``'s, and bringing back single
 processes its supervision's. Only when that has not helped for ``patience_s`` does the application

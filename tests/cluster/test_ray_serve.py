@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray.serve", reason="the extra ray-serve is not installed")
-
 import yaml
 from ray.serve.schema import ServeDeploySchema
 

@@ -17,8 +17,6 @@ from kvferry.cluster.config import Config, load_config
 from tests.deploy.commands import is_checked, problems, simple_commands, unknown_flags
 from tests.house.source import ROOT
 
-pytest.importorskip("ray.serve", reason="the extra ray-serve is not installed")
-
 DEPLOY = ROOT / "deploy"
 PAGES = sorted((ROOT / "docs" / "deploy").glob("*.md"))
 YAML_FILES = sorted(

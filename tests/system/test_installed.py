@@ -22,7 +22,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo(installed: Installed, folder: Path) -> tuple[set[str], str]:
     """Run ``kvferry demo`` as it is installed: the kernels that served, and standard error."""
     config = folder / "kvferry.yaml"
-    config.write_text("{model: {max_model_len: 256}, cache: {num_blocks: 64}}", encoding="utf-8")
+    config.write_text("{model: {max_model_len: 1024}, cache: {num_blocks: 192}}", encoding="utf-8")
     ran = run(installed.command("kvferry"), "demo", "--json", "--config", config, cwd=folder)
     document: dict[str, Any] = json.loads(ran.stdout)
     where = "import kvferry.cluster.launcher as it; print(it.__file__)"

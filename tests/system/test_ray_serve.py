@@ -15,8 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("ray.serve", reason="the extra ray-serve is not installed")
-
 from kvferry.cluster.client import Client
 from kvferry.engine.weights.store import ModelFolder
 from tests.system.pools import assert_quiet
