@@ -19,10 +19,11 @@ from kvferry.cluster.client import Client
 from kvferry.engine.weights.store import ModelFolder
 from tests.system.pools import assert_quiet
 from tests.system.processes import SOON_S, eventually
-from tests.system.test_joining import ACTORS
 
 pytestmark = [pytest.mark.model, pytest.mark.ray, pytest.mark.slow]
 
+SERVING = ("RouterActor", "PrefillWorker", "DecodeWorker")
+ACTORS = (*SERVING, "Keeper")  # what outlives the replica, where there is one
 REPOSITORY = Path(__file__).parents[2]
 ARGUMENTS = {
     "overrides": {
@@ -70,14 +71,18 @@ def ask(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_serve_owns_the_clusters_life_and_sees_its_health(head: subprocess.Popen[str]) -> None:
-    def ours() -> dict[int, str]:
-        return actors_of(head)
+    def serving() -> dict[int, str]:
+        return {
+            pid: name
+            for pid, name in actors_of(head).items()
+            if any(actor in name for actor in SERVING)
+        }
 
     assert head.stdin is not None and head.stdout is not None
     url = json.loads(head.stdout.readline())["url"]
     status, facts = ask(url)
     assert (status, facts["ready"], facts["metrics"]) == (200, True, None)
-    assert len(ours()) == 3
+    assert len(serving()) == 3
 
     # tokens come through the cluster's own door
     with Client(facts["grpc"]) as client:
@@ -88,16 +93,16 @@ def test_serve_owns_the_clusters_life_and_sees_its_health(head: subprocess.Popen
         assert answer.status == 200
 
     # a death is supervision's affair, and the application says so meanwhile
-    (pid,) = (pid for pid, name in ours().items() if "DecodeWorker" in name)
+    (pid,) = (pid for pid, name in serving().items() if "DecodeWorker" in name)
     psutil.Process(pid).kill()
     eventually(
         "the application says that it is not ready", lambda: ask(url)[0], lambda it: it == 503
     )
     status, again = eventually("it is ready again", lambda: ask(url), lambda it: it[0] == 200)
     assert again["grpc"] == facts["grpc"]  # the same cluster: Serve has not begun anew
-    assert len(ours()) == 3
+    assert len(serving()) == 3
 
     print("delete", file=head.stdin, flush=True)
     assert head.stdout.readline().strip() == "deleted"
-    eventually("the cluster has ended with the application", ours, lambda alive: not alive)
+    eventually("the cluster has ended with it", lambda: actors_of(head), lambda alive: not alive)
     assert head.poll() is None  # Ray itself lives on
