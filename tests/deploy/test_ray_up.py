@@ -23,6 +23,15 @@ MADE_BY_COMMANDS = {"dist": "make wheel", "~/.ray/auth_token": "ray get-auth-tok
 Cluster = dict[str, Any]
 
 
+ROLES = ("prefill", "decode")
+
+
+def wanted_by(role: str) -> dict[str, float]:
+    """What a worker reserves."""
+    found: dict[str, float] = getattr(load_config(FOLDER / "kvferry.yaml"), role).resources
+    return found
+
+
 def cluster(name: str) -> Cluster:
     read: Cluster = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
     return read
@@ -46,21 +55,23 @@ def test_rays_own_validator_finds_a_planted_mistake() -> None:
 def test_workers_take_what_their_node_type_has(name: str) -> None:
     config = load_config(FOLDER / "kvferry.yaml")
     types = cluster(name)["available_node_types"]
-    assert config.prefill.resources.keys().isdisjoint(config.decode.resources)
-    for role in ("prefill", "decode"):
-        section = getattr(config, role)
-        assert section.resources.items() <= types[role]["resources"].items()
-        assert section.replicas <= types[role]["min_workers"] <= types[role]["max_workers"]
+    assert wanted_by("prefill").keys().isdisjoint(wanted_by("decode"))
+    for role in ROLES:
+        assert wanted_by(role).items() <= types[role]["resources"].items()
+        assert (
+            getattr(config, role).replicas
+            <= types[role]["min_workers"]
+            <= types[role]["max_workers"]
+        )
 
 
 def test_a_host_of_ones_own_has_what_a_worker_of_either_role_takes() -> None:
-    config = load_config(FOLDER / "kvferry.yaml")
     (start,) = (
         line for line in cluster("local.yaml")["worker_start_ray_commands"] if "--resources" in line
     )
     (there,) = re.findall(r"echo '(\{.*\})'", start)
-    wanted = {**config.prefill.resources, **config.decode.resources}
-    assert wanted.items() <= yaml.safe_load(there).items()
+    for role in ROLES:
+        assert wanted_by(role).items() <= yaml.safe_load(there).items()
 
 
 def test_prefill_is_spot_and_decode_on_demand() -> None:
