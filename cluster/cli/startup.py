@@ -70,7 +70,7 @@ def start(config: Config, progress: Progress) -> RunningCluster:
     return cast(RunningCluster, launcher.Cluster.start(config, folder, progress.say))
 
 
-def _resolved(config: Config, progress: ProgressLine) -> tuple[Config, Path]:
+def _resolved(config: Config, progress: Progress) -> tuple[Config, Path]:
     """The model's folder, and the configuration with the name that clients are to call it."""
     store = import_module("kvferry.engine.weights.store")
     folder = store.resolve_model(
