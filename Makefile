@@ -11,6 +11,7 @@
 # make paging   requests that fit a KV memory, reserved contiguously and in blocks (docs/paging.md)
 # make parity   every kind of model beside transformers; print the table of docs/models.md
 # make peers  KVFerry and vLLM on the CPU, one after the other, under one load (docs/benchmarks.md)
+# make wheel  build sdist and wheel into dist/, from what git tracks
 # make ext    compile the kernels again, in place
 # make triton   compile the GPU kernels for every architecture, print what they take (docs/triton.md)
 # make sanitize   run every kernel under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -110,6 +111,14 @@ $(MADE):
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) 'setuptools>=77' wheel
 	@touch $@
+
+# From a copy, so that nothing lying about in the tree gets in; the wheel is built from the sdist.
+.PHONY: wheel
+wheel: $(INSTALLED_DEV)
+	@rm -rf build/tree dist
+	@mkdir -p build/tree
+	@git ls-files -z | tar --null --files-from=- --create | tar --extract --directory build/tree
+	@$(BIN)/python -m build --no-isolation --outdir dist build/tree
 
 # What an installation compiles.
 EXT_SOURCES := setup.py kernels/cpu/sources.py $(wildcard kernels/cpu/src/*)

@@ -77,6 +77,11 @@ class Keeper:
         )
         return KeeperNews(tuple(self._lines[known:]), doors, self._failure)
 
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when ready."""
+        cluster = self._cluster
+        return ["the cluster is being started"] if cluster is None else cluster.not_ready_reasons()
+
     def config(self) -> Config:
         """What the cluster runs by."""
         return self._config

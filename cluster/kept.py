@@ -47,12 +47,15 @@ class TakenDown:
 class KeptCluster:
     """See the module; attributes as those of ``launcher.Cluster``."""
 
-    def __init__(self, keeper: Any, namespace: str, doors: RouterEndpoints) -> None:
+    def __init__(
+        self, keeper: Any, namespace: str, doors: RouterEndpoints, owns_connection: bool
+    ) -> None:
         self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.startup_s = 0.0
         self._keeper = keeper
         self._namespace = namespace
+        self._owns_connection = owns_connection  # else we are in an actor, or somebody's driver
         self._stopped = False
 
     @classmethod
@@ -65,7 +68,7 @@ class KeptCluster:
         """
         began = time.monotonic()
         say(f"joining the Ray cluster at {config.ray.address}")
-        init_ray(config)
+        owns_connection = init_ray(config)
         namespace = config.ray.namespace
         keeper = _find(namespace)
         is_new = keeper is None
@@ -84,7 +87,7 @@ class KeptCluster:
             running: Config = get(keeper.config.remote())
             for line in differences(config.model_dump(), running.model_dump()):
                 say(f"warning: {line}: 'kvferry down' and serve again to change it")
-        cluster = cls(keeper, namespace, doors)
+        cluster = cls(keeper, namespace, doors, owns_connection)
         cluster.startup_s = time.monotonic() - began
         return cluster
 
@@ -103,18 +106,31 @@ class KeptCluster:
         with contextlib.suppress(ray.exceptions.RayError):  # then ``stop`` does it without a keeper
             ray.get(self._keeper.begin_stop.remote(grace_s), timeout=ANSWER_S)
 
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when ready."""
+        try:
+            asked = self._keeper.not_ready_reasons.remote()
+            reasons: list[str] = ray.get(asked, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:  # a time-out too
+            return [f"the keeper does not answer ({type(error).__name__})"]
+        return reasons
+
     def stop(self, grace_s: float) -> None:
         """Let streams finish for ``grace_s`` seconds, then end every process; idempotent."""
         if self._stopped:
             return
         self._stopped = True
         take_down(self._namespace, grace_s)
-        ray.shutdown()
+        self._disconnect()
 
     def leave(self) -> None:
         """Let it run, and look on no longer."""
         self._stopped = True
-        ray.shutdown()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._owns_connection:
+            ray.shutdown()
 
 
 def take_down(namespace: str, grace_s: float) -> TakenDown:

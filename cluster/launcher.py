@@ -279,6 +279,16 @@ class Cluster:
         assert self._supervision is not None
         return self._supervision.deaths()
 
+    def not_ready_reasons(self, timeout_s: float = 2.0) -> list[str]:
+        """Why no request could be served now; empty when the router says that it is ready."""
+        assert self._supervision is not None
+        router, _ = self._supervision.actors()
+        try:
+            reasons: list[str] = ray.get(router.not_ready_reasons.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError as error:  # a time-out too
+            return [f"the router does not answer ({type(error).__name__})"]
+        return reasons
+
     def request_views(self, timeout_s: float = 2.0) -> list[RequestView] | None:
         """Every live request of the router; None while no router answers."""
         assert self._supervision is not None

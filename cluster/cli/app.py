@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # text is not lost to a poor terminal
-    name = next((word for word in argv if not word.startswith("-")), "")
+    name = _name_in(argv)
     command = _load(name) if name in COMMANDS else None
     wants_document = "--json" in argv
     try:
@@ -63,6 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(result.error, BrokenPipeError):
         return _reader_gone()
     return result.exit_code
+
+
+def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that ``argv`` names; it raises UsageError."""
+    name = _name_in(argv)
+    return _parser(name, _load(name) if name in COMMANDS else None)
+
+
+def _name_in(argv: Sequence[str]) -> str:
+    return next((word for word in argv if not word.startswith("-")), "")
 
 
 def _load(name: str) -> Command:

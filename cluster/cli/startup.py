@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.config import Config
 from kvferry.worker.logs import set_up_logging
 
@@ -38,8 +37,21 @@ class RunningCluster(Protocol):
     def stop(self, grace_s: float) -> None:
         """Let streams finish for ``grace_s`` seconds, then end every process that was started."""
 
+    def not_ready_reasons(self) -> list[str]:
+        """Why no request could be served now; empty when ready."""
 
-def start(config: Config, progress: ProgressLine) -> RunningCluster:
+
+class Progress(Protocol):
+    """What takes the news of a start: ``cluster.cli.progress.ProgressLine``, or a log."""
+
+    def stage(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """``done`` of ``total`` units of a stage; a total of 0 is unknown."""
+
+    def say(self, message: str) -> None:
+        """News without a count."""
+
+
+def start(config: Config, progress: Progress) -> RunningCluster:
     """Resolve the model, fetching it if it must be, and start the workers.
 
     On a Ray that is joined a cluster that runs there already is taken up instead.
@@ -61,7 +73,7 @@ def start(config: Config, progress: ProgressLine) -> RunningCluster:
     return cast(RunningCluster, launcher.Cluster.start(config, folder, progress.say))
 
 
-def _resolved(config: Config, progress: ProgressLine) -> tuple[Config, Path]:
+def _resolved(config: Config, progress: Progress) -> tuple[Config, Path]:
     """The model's folder, and the configuration with the name that clients are to call it."""
     store = import_module("kvferry.engine.weights.store")
     folder = store.resolve_model(
