@@ -18,7 +18,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvferry.cluster.config_schema import Config, Replicas, parse_duration, parse_size
+from kvferry.cluster.config_schema import Config, Replicas
+from kvferry.cluster.config_types import parse_duration, parse_size
 from kvferry.kv_cache.errors import KVFerryError
 
 __all__ = ["Config", "ConfigError", "Replicas", "load_config", "parse_duration", "parse_size"]
@@ -33,14 +34,14 @@ class ConfigError(KVFerryError):
 
 # Keys and values that are spoken for and that a later version fills.
 _LATER_KEYS = {
-    "": ("slo", "tenants"),
+    "": ("slo",),
     "cache": ("hash_seed",),
     "prefill": ("resources",),
     "decode": ("resources",),
     "colocated": ("resources",),
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
-    "server": ("tls", "auth"),
+    "tenants.*": ("weight",),
 }
 _LATER_VALUES = {
     "prefill.device": ("cuda",),
@@ -136,6 +137,13 @@ def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     }
 
 
+def _entry(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The section that a mapping of sections, by names that the user chooses, is made of."""
+    kinds = get_args(model.model_fields[name].annotation)
+    last = kinds[-1] if kinds else None
+    return last if isinstance(last, type) and issubclass(last, BaseModel) else None
+
+
 def _known_keys(model: type[BaseModel], section: str = "") -> Iterator[str]:
     for name, below in _sections(model).items():
         key = _join(section, name)
@@ -149,9 +157,12 @@ def _wrong_keys(
 ) -> Iterator[str]:
     """A message for each key that is unknown or not supported yet, and for each later value."""
     known = _sections(model)
+    later = _LATER_KEYS.get(section, ())
+    if section.startswith("tenants."):
+        later = _LATER_KEYS["tenants.*"]
     for name, value in data.items():
         key = _join(section, name)
-        if name in _LATER_KEYS.get(section, ()):
+        if name in later:
             yield f"{key}: not supported yet in this version; leave it out"
         elif name not in known:
             yield f"{key}: unknown key; {_nearest(section, str(name), list(known))}"
@@ -160,6 +171,10 @@ def _wrong_keys(
             yield f"{key}: {value!r} is not supported yet in this version; use {choices}"
         elif (below := known[name]) is not None and isinstance(value, Mapping):
             yield from _wrong_keys(value, below, key)
+        elif (entry := _entry(model, name)) is not None and isinstance(value, Mapping):
+            for each, section_below in value.items():
+                if isinstance(section_below, Mapping):
+                    yield from _wrong_keys(section_below, entry, _join(key, each))
 
 
 def _join(section: str, name: object) -> str:

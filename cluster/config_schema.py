@@ -1,103 +1,33 @@
 """The sections of the configuration file, their defaults and ranges, as frozen models.
 
-Owns every default that a user may set, once. Durations are written as ``1s``, ``500ms`` or a
-number of seconds and read as seconds (float); sizes are written as ``512MiB``, ``1GB`` or a number
-of bytes and read as bytes (int).
-
-Does not know where values come from: ``cluster.config`` reads files and overrides.
+Owns every default that a user may set, once; those of who may do what are in ``config_access``, and
+how values are written in ``config_types``. Does not know where values come from: ``cluster.config``
+reads files and overrides.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
+from pydantic import Field, model_validator
+
+from kvferry.cluster.config_access import AuthConfig, TenantConfigs, TlsConfig
+from kvferry.cluster.config_types import (
+    BlockSize,
+    Count,
+    Duration,
+    HostPort,
+    Probability,
+    RayAddress,
+    RoleBlockSize,
+    Section,
+    Size,
+    Text,
 )
 
-from kvferry.kv_cache.layout import MAX_BLOCK_SIZE
 
-_DURATION_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_SIZE_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-AUTO_SIZE: Final = "auto"
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
-
-
-def _quantity(value: object, units: Mapping[str, float], example: str) -> float:
-    """``value`` in the base unit; raises ValueError naming the units that are understood."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2] not in units:
-        known = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"wanted a number, or one with a unit such as {example} ({known})")
-    return float(match[1]) * units[match[2]]
-
-
-def parse_duration(value: object) -> float:
-    """Seconds in ``1s``, ``500ms`` or a number of seconds; finite and not negative."""
-    seconds = _quantity(value, _DURATION_UNITS, "500ms")
-    if not math.isfinite(seconds) or seconds < 0:
-        raise ValueError("wanted a finite duration, not negative")
-    return seconds
-
-
-def parse_size(value: object) -> int:
-    """Bytes in ``512MiB``, ``1GB`` or a number of bytes; a whole number, not negative."""
-    size = _quantity(value, _SIZE_UNITS, "512MiB")
-    if not math.isfinite(size) or size < 0 or size != int(size):
-        raise ValueError("wanted a whole number of bytes, not negative")
-    return int(size)
-
-
-def _host_port(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError("wanted HOST:PORT, such as 127.0.0.1:50051 (port 0 picks a free one)")
-    return value
-
-
-def _block_size(value: object) -> int | str:
-    if value == AUTO_SIZE:
-        return AUTO_SIZE
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_BLOCK_SIZE:
-        return value
-    raise ValueError(f"wanted 1 to {MAX_BLOCK_SIZE} token positions, or {AUTO_SIZE}")
-
-
-def _block_size_or_none(value: object) -> int | str | None:
-    return None if value is None else _block_size(value)
-
-
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-HostPort = Annotated[str, AfterValidator(_host_port)]
-RayAddress = Annotated[str, AfterValidator(lambda it: it if it == "auto" else _host_port(it))]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
-Text = Annotated[str, Field(min_length=1)]
-BlockSize = Annotated[int | Literal["auto"], PlainValidator(_block_size)]
-RoleBlockSize = Annotated[int | Literal["auto"] | None, PlainValidator(_block_size_or_none)]
-
-
-class _Section(BaseModel):
-    """A mapping of the file: frozen, of exact types, without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``;
     ``revision`` is a branch, tag or commit of a name ``ORG/NAME`` of the Hugging Face Hub.
 
@@ -113,7 +43,7 @@ class ModelConfig(_Section):
     served_name: Text | None = None
 
 
-class HostTierConfig(_Section):
+class HostTierConfig(Section):
     """Where each worker keeps KV outside its pool: ``memory``, and beside it ``disk_size`` bytes of
     the folder ``disk_path``. None: nowhere.
     """
@@ -123,7 +53,7 @@ class HostTierConfig(_Section):
     disk_size: Annotated[Size, Field(ge=1)] | None = None
 
 
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """The KV pool of each worker: its blocks, or the memory to divide into blocks.
 
     With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
@@ -142,7 +72,7 @@ class CacheConfig(_Section):
     host_tier: HostTierConfig = HostTierConfig()
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(Section):
     """Budgets of one engine step.
 
     ``chunk_tokens`` is the most that one request may prefill in a step; ``watermark`` the share of
@@ -158,7 +88,7 @@ class SchedulerConfig(_Section):
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
-class RoleConfig(_Section):
+class RoleConfig(Section):
     """The workers of one role. None: ``replicas`` see ``Config.replicas``; ``threads`` a share of
     the cores; ``block_size`` and ``num_blocks`` as in ``cache``.
     """
@@ -170,7 +100,7 @@ class RoleConfig(_Section):
     num_blocks: Count | None = None
 
 
-class FaultsConfig(_Section):
+class FaultsConfig(Section):
     """Faults to inject into transfers, for trying out a deployment.
 
     All but ``seed`` and ``delay`` are probabilities; ``kv_transfer.faults`` says of what.
@@ -186,7 +116,7 @@ class FaultsConfig(_Section):
     die: Probability = 0.0
 
 
-class TransferConfig(_Section):
+class TransferConfig(Section):
     """How blocks move and how workers and router say what they still want.
 
     ``stall_limit`` bounds a lease whose reader makes no progress, and a worker's step;
@@ -204,7 +134,7 @@ class TransferConfig(_Section):
     faults: FaultsConfig = FaultsConfig()
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     """The router's queue and its patience.
 
     ``queue_limit`` in requests; ``prefill_window`` in tokens that a prefill worker may hold beyond
@@ -219,13 +149,14 @@ class RouterConfig(_Section):
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """The addresses that clients reach, and what they may do there.
 
     A connection that has been idle for ``keepalive`` is pinged, and dropped if it does not answer
     for ``keepalive_timeout``; a client that takes nothing of its stream for ``slow_client_limit``
     has its request cancelled. ``max_message_bytes`` bounds what is received. No ``http``: no such
-    door; likewise ``metrics``, where Prometheus finds its page.
+    door; likewise ``metrics``, where Prometheus finds its page. ``tls`` and ``auth`` are of every
+    door.
     """
 
     grpc: HostPort = "127.0.0.1:50051"
@@ -235,9 +166,11 @@ class ServerConfig(_Section):
     keepalive: Annotated[Duration, Field(ge=1, le=86400)] = 30.0
     keepalive_timeout: Annotated[Duration, Field(ge=1, le=86400)] = 10.0
     slow_client_limit: Annotated[Duration, Field(ge=0.1, le=86400)] = 30.0
+    tls: TlsConfig = TlsConfig()
+    auth: AuthConfig = AuthConfig()
 
 
-class RayConfig(_Section):
+class RayConfig(Section):
     """The Ray cluster to join; with no ``address`` a local one is started.
 
     Address auto is the one that runs on this host.
@@ -248,14 +181,14 @@ class RayConfig(_Section):
     object_store_memory: Annotated[Size, Field(ge=75 * 2**20)] = 100 * 2**20
 
 
-class LoggingConfig(_Section):
+class LoggingConfig(Section):
     """What the processes log, to standard error: lines of text, or of JSON."""
 
     level: Literal["debug", "info", "warning", "error"] = "warning"
     format: Literal["text", "json"] = "text"
 
 
-class DebugConfig(_Section):
+class DebugConfig(Section):
     """Checks that cost time, and what computes.
 
     ``kernels`` auto takes the compiled ones where they were built; ``isa`` auto the widest
@@ -278,7 +211,7 @@ class Replicas:
     colocated: int
 
 
-class Config(_Section):
+class Config(Section):
     """The whole configuration; every section may be left out."""
 
     model: ModelConfig = ModelConfig()
@@ -290,6 +223,7 @@ class Config(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     server: ServerConfig = ServerConfig()
+    tenants: TenantConfigs = {}
     ray: RayConfig = RayConfig()
     logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()

@@ -25,6 +25,8 @@ here::
     ├── Internal
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
+    ├── UnusableSecret                  cluster.access.secret_files
+    ├── TokenInTheClear                 cluster.client_security
     ├── BadLoad                         cluster.loadgen.errors
     ├── KernelsUnavailable              engine.kernel_choice
     ├── HostTierTooSmall                worker.build

@@ -6,6 +6,7 @@ starting and stopping; what happens to processes in between is ``cluster.supervi
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import ray
 
+from kvferry.cluster.access.settings import load_access
 from kvferry.cluster.block_sizes import choose_block_sizes
 from kvferry.cluster.colocated_worker import ColocatedWorker
 from kvferry.cluster.config import Config
@@ -24,12 +26,19 @@ from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, remote_act
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
-from kvferry.cluster.settings import kv_dtype, log_settings, router_settings, worker_settings
+from kvferry.cluster.settings import (
+    access_settings,
+    kv_dtype,
+    log_settings,
+    router_settings,
+    worker_settings,
+)
 from kvferry.cluster.supervision import RunningRouter, RunningWorker, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
 from kvferry.prefill_worker.actor import PrefillWorker
 from kvferry.worker.actor import WorkerActor
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
 
@@ -67,6 +76,7 @@ class Cluster:
         self._model_folder = model_folder
         self._logs = log_settings(config)
         self._owns_ray = owns_ray
+        self._key = ClusterKey(secrets.token_bytes(SECRET_BYTES))
         self._settings: dict[str, tuple[str, WorkerSettings]] = {}
         self._router: Any = None
         self._actors: list[Any] = []
@@ -84,6 +94,7 @@ class Cluster:
             server = config.server
             for port in filter(None, (server.grpc, server.http, server.metrics)):
                 check_port(port)
+            load_access(access_settings(config))  # before a model is loaded for what cannot be
         address = config.ray.address
         progress(f"joining the Ray cluster at {address}" if address else "starting Ray")
         owns_ray = init_ray(config)
@@ -101,7 +112,9 @@ class Cluster:
         sizes = choose_block_sizes(self._config, self._model_folder, kv_dtype(self._config))
         for line in sizes.lines:
             progress(line)
-        settings = worker_settings(self._config, self._model_folder, sizes, next_epoch)
+        settings = worker_settings(
+            self._config, self._model_folder, sizes, next_epoch, self._key
+        )
         self._settings = {setting.ref.node_id: (role, setting) for role, setting in settings}
         progress(f"starting {len(self._settings)} workers and the router")
         self._router = self._new_router()
@@ -143,7 +156,7 @@ class Cluster:
     def _new_router(self) -> Any:
         ref = NodeRef(ROUTER_NAME, next_epoch())
         doors = RouterEndpoints(self.grpc, self.http, self.metrics)
-        settings = router_settings(self._config, self._model_folder, ref, doors)
+        settings = router_settings(self._config, self._model_folder, ref, doors, self._key)
         return remote_actor(RouterActor, 1, self._config).remote(settings, self._logs)
 
     def _start_worker(self, setting: WorkerSettings) -> tuple[Any, Any]:

@@ -6,8 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry.cluster.access.settings import AccessSettings, TenantSettings
+from kvferry.cluster.access.tenants import Tenant
+from kvferry.cluster.access.tls import TlsFiles
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config
+from kvferry.cluster.config_access import salt_of
 from kvferry.cluster.router_actor import RouterEndpoints, RouterSettings
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.server_limits import ServerLimits
@@ -15,6 +19,7 @@ from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.logs import LogSettings
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
@@ -33,7 +38,11 @@ def kv_dtype(config: Config) -> str:
 
 
 def worker_settings(
-    config: Config, model_folder: Path, block_sizes: BlockSizes, epoch: Callable[[], int]
+    config: Config,
+    model_folder: Path,
+    block_sizes: BlockSizes,
+    epoch: Callable[[], int],
+    key: ClusterKey | None = None,
 ) -> list[tuple[str, WorkerSettings]]:
     """The workers that a configuration asks for: (role, settings)."""
     replicas = config.replicas()
@@ -86,6 +95,7 @@ def worker_settings(
                 host_bytes=config.cache.host_tier.memory or 0,
                 disk_path=config.cache.host_tier.disk_path,
                 disk_bytes=config.cache.host_tier.disk_size or 0,
+                key=key,
             )
             settings.append((role, setting))
     return settings
@@ -101,8 +111,33 @@ def log_settings(config: Config) -> LogSettings:
     return LogSettings(config.logging.level.upper(), config.logging.format)
 
 
+def access_settings(config: Config) -> AccessSettings:
+    """Who may call; files by absolute paths, for the router's process has another folder."""
+    tls = config.server.tls
+    files = None
+    if tls.cert is not None and tls.key is not None:
+        client_ca = None if tls.client_ca is None else _absolute(tls.client_ca)
+        files = TlsFiles(_absolute(tls.cert), _absolute(tls.key), client_ca)
+    tokens = config.server.auth.tokens_file
+    tenants = (
+        TenantSettings(
+            Tenant(name, salt_of(name, each), each.tokens_per_s), _absolute(each.key_file)
+        )
+        for name, each in config.tenants.items()
+    )
+    return AccessSettings(files, None if tokens is None else _absolute(tokens), tuple(tenants))
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def router_settings(
-    config: Config, model_folder: Path, ref: NodeRef, doors: RouterEndpoints
+    config: Config,
+    model_folder: Path,
+    ref: NodeRef,
+    doors: RouterEndpoints,
+    key: ClusterKey | None = None,
 ) -> RouterSettings:
     """The router's settings, listening at its ``doors``."""
     return RouterSettings(
@@ -127,4 +162,6 @@ def router_settings(
             config.server.keepalive_timeout,
             config.server.slow_client_limit,
         ),
+        access=access_settings(config),
+        key=key,
     )

@@ -33,6 +33,7 @@ from kvferry.kv_cache.prefix_index import PrefixIndex
 from kvferry.kv_transfer.choosing import AUTO
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.connectors import make_connector
 from kvferry.worker.disk_folder import HEADER_BYTES, DiskFolder
 from kvferry.worker.host_memory import HostMemory
@@ -71,6 +72,7 @@ class WorkerSettings:
         faults: what to inject into transfers, for trials.
         host_bytes: memory of the host tier; 0 for none.
         disk_path, disk_bytes: the folder that it may use beside that, and how much of it.
+        key: what every other node must know; None: anybody may send messages and read blocks.
     """
 
     ref: NodeRef
@@ -98,6 +100,7 @@ class WorkerSettings:
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int = 0
+    key: ClusterKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ def build_worker(settings: WorkerSettings) -> BuiltWorker:
         max_in_flight_blocks=settings.max_in_flight_blocks,
         faults=settings.faults,
         match_unit=settings.match_unit or 0,
+        key=None if settings.key is None else settings.key.for_blocks(),
     )
     runner = TorchModelRunner(
         model,

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from kvferry.cluster.errors import NotReady
+from kvferry.cluster.http_door.guard import Guard, caller_of
 from kvferry.cluster.http_door.answer import JSON_TYPE, Answer, Plan, failure_response, json_bytes
 from kvferry.cluster.http_door.bodies import (
     Body,
@@ -75,7 +76,7 @@ class Door:
         asks = completion_asks(body)
         wanted = replace(self._wanted(body, body.logprobs is not None), echo=body.echo)
         shape = CompletionShape(self.node.intake.tokenizer, wanted)
-        return self._answer(body, asks, shape, received_at)
+        return self._answer(request, body, asks, shape, received_at)
 
     async def chat_completions(self, request: Request) -> Response:
         """A conversation, answered."""
@@ -83,7 +84,7 @@ class Door:
         body = await self.read(request, ChatBody)
         asks = [chat_ask(body, self.node.intake.model.max_model_len)]
         shape = ChatShape(self.node.intake.tokenizer, self._wanted(body, body.logprobs))
-        return self._answer(body, asks, shape, received_at)
+        return self._answer(request, body, asks, shape, received_at)
 
     def _wanted(self, body: GenerationBody, logprobs: bool) -> Wanted:
         if body.stream and body.prompt_logprobs is not None:
@@ -99,6 +100,7 @@ class Door:
 
     def _answer(
         self,
+        request: Request,
         body: GenerationBody,
         asks: list[Ask],
         shape: CompletionShape | ChatShape,
@@ -107,6 +109,7 @@ class Door:
         options = body.stream_options
         plan = Plan(
             asks,
+            caller_of(request.scope),
             shape,
             received_at,
             int(self.wall_clock()),
@@ -208,6 +211,7 @@ def make_app(door: Door) -> FastAPI:
     }
     for kind, handler in handlers.items():
         app.exception_handler(kind)(handler)
+    app.add_middleware(Guard, gate=door.node.access.gate, refusals=door.node.refusals)
     return app
 
 
