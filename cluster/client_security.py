@@ -58,7 +58,9 @@ class ClientSecurity:
         if self.tls_cert is None or self.tls_key is None:
             return grpc.ssl_channel_credentials(authorities)
         key = read_secret("tls-key", self.tls_key)
-        return grpc.ssl_channel_credentials(authorities, key, read_public("tls-cert", self.tls_cert))
+        return grpc.ssl_channel_credentials(
+            authorities, key, read_public("tls-cert", self.tls_cert)
+        )
 
     def metadata(self) -> Metadata:
         """What goes with every call."""

@@ -53,8 +53,8 @@ class GenerateOptions(Sampling, ChatOptions, total=False):
     ``chat`` is a sequence of ``{"role": ..., "content": ...}``, where they apply with
     ``tool_calls`` (a list of objects), ``tool_call_id`` and ``name``; ``request_id`` is the
     caller's label, not the server's id; ``cache_salt`` keeps its KV apart from that of requests
-    with another; ``tenant`` is the one whose key the client has; ``priority`` is lower for what comes earlier, where the server looks at it;
-    ``timeout_s`` is the deadline of the whole request.
+    with another; ``tenant`` is the one whose key the client has; ``priority`` is lower for what
+    comes earlier, where the server looks at it; ``timeout_s`` is the deadline of the whole request.
     """
 
     token_ids: Sequence[int]

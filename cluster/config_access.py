@@ -43,8 +43,8 @@ class AuthConfig(Section):
 class TenantConfig(Section):
     """One tenant: the keys in ``key_file`` are its own.
 
-    ``salt`` keeps its cached KV apart, and is its name where not given; ``tokens_per_s``, prompt and
-    output together, is what it may use in the long run.
+    ``salt`` keeps its cached KV apart, and is its name where not given; ``tokens_per_s``, prompts
+    and outputs together, is what it may use in the long run.
     """
 
     key_file: Text

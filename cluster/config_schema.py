@@ -223,7 +223,7 @@ class Config(Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     server: ServerConfig = ServerConfig()
-    tenants: TenantConfigs = {}
+    tenants: TenantConfigs = Field(default_factory=dict)
     ray: RayConfig = RayConfig()
     logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()

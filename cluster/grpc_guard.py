@@ -7,7 +7,7 @@ Health and reflection stay open: probes carry no tokens, and what reflection tel
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -20,8 +20,9 @@ from kvferry.cluster.grpc_services import Context, authorization, fail
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.protos import kvferry_pb2 as pb
 
-Details = grpc.HandlerCallDetails
-Handler = grpc.RpcMethodHandler[Any, Any]
+if TYPE_CHECKING:  # generic for mypy only
+    Details = grpc.HandlerCallDetails
+    Handler = grpc.RpcMethodHandler[Any, Any]
 
 OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 OPERATORS_SERVICES = frozenset({pb.DESCRIPTOR.services_by_name["Cluster"].full_name})

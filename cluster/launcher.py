@@ -112,9 +112,7 @@ class Cluster:
         sizes = choose_block_sizes(self._config, self._model_folder, kv_dtype(self._config))
         for line in sizes.lines:
             progress(line)
-        settings = worker_settings(
-            self._config, self._model_folder, sizes, next_epoch, self._key
-        )
+        settings = worker_settings(self._config, self._model_folder, sizes, next_epoch, self._key)
         self._settings = {setting.ref.node_id: (role, setting) for role, setting in settings}
         progress(f"starting {len(self._settings)} workers and the router")
         self._router = self._new_router()

@@ -73,7 +73,7 @@ class RouterSettings:
     served_name: str | None = None
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
-    access: AccessSettings = AccessSettings()
+    access: AccessSettings = field(default_factory=AccessSettings)
     key: ClusterKey | None = None
 
 
@@ -179,9 +179,7 @@ class RouterActor:
         """Bind the doors beside gRPC's that are asked for."""
         doors, limits = self._settings.doors, self._settings.limits
         if doors.metrics is not None:
-            self._metrics = MetricsServer(
-                doors.metrics, node.metrics, node.access, node.refusals
-            )
+            self._metrics = MetricsServer(doors.metrics, node.metrics, node.access, node.refusals)
             self._metrics.start()
         if doors.http is not None:
             # Loaded where it is wanted only: FastAPI takes half a second of a router's start.

@@ -220,7 +220,9 @@ class TcpSource:
         except BlockingIOError:
             return
         if not data and reader.deadline is not None:
-            raise HandshakeRefused("malformed", "the reader hung up before its hello was complete")
+            challenged = reader.proving is not None and reader.proving.has_challenged
+            reason = "unauthenticated" if challenged else "malformed"
+            raise HandshakeRefused(reason, "the reader hung up before its hello was complete")
         if not data:
             raise ConnectionResetError("the reader hung up")
         reader.received += data

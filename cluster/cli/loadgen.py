@@ -101,9 +101,7 @@ def _opener(
         return functools.partial(
             target, settings.url, settings.model or "", settings.body, key, security=security
         )
-    return functools.partial(
-        GrpcTarget, settings.endpoint, settings.model or "", security=security
-    )
+    return functools.partial(GrpcTarget, settings.endpoint, settings.model or "", security=security)
 
 
 COMMAND = Command(

@@ -115,7 +115,7 @@ def warnings(config: Config, ray_auth_mode: str | None) -> Iterator[str]:
             missing = "no authentication" if server.tls.cert else "neither TLS nor authentication"
             yield f"{reach}, and there is {missing}: anybody who reaches it may use the cluster"
         elif not server.tls.cert:
-            yield f"{reach}, and there is no TLS: tokens, prompts and answers can be read on the way"
+            yield f"{reach}, and there is no TLS: whoever is on the way reads tokens and prompts"
     if server.metrics is not None and not is_loopback(server.metrics) and not asks:
         yield (
             f"{server.metrics} can be reached from other machines, and whoever reaches it may read "

@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from kvferry.cluster.errors import NotReady
-from kvferry.cluster.http_door.guard import Guard, caller_of
 from kvferry.cluster.http_door.answer import JSON_TYPE, Answer, Plan, failure_response, json_bytes
 from kvferry.cluster.http_door.bodies import (
     Body,
@@ -27,6 +26,7 @@ from kvferry.cluster.http_door.bodies import (
     parse_body,
 )
 from kvferry.cluster.http_door.failures import MethodNotAllowed, NoSuchRoute
+from kvferry.cluster.http_door.guard import Guard, caller_of
 from kvferry.cluster.http_door.reading import LARGE_BODY_BYTES, parse_json, read_body
 from kvferry.cluster.http_door.shapes import ChatShape, CompletionShape, Json, Wanted, token_text
 from kvferry.cluster.http_door.translate import (

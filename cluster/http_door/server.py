@@ -93,7 +93,7 @@ class HttpServer:
 
 
 def _telling(refusals: Refusals) -> type[H11Protocol]:
-    """uvicorn's protocol, telling of bytes that are no HTTP."""
+    """A protocol of uvicorn's that tells of bytes that are no HTTP."""
 
     class Telling(H11Protocol):
         def send_400_response(self, msg: str) -> None:

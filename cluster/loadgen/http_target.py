@@ -34,8 +34,8 @@ class HttpTarget:
     """One pool of connections to the server at ``url``; made inside a running loop.
 
     ``body`` are fields that every request has beside its own; null takes one away. ``key`` goes
-    into the Authorization header, if there is one; of ``security`` only TLS is looked at. A request fails if nothing comes for
-    ``read_timeout_s``; None: it waits.
+    into the Authorization header, if there is one; of ``security`` only TLS is looked at. A request
+    fails if nothing comes for ``read_timeout_s``; None: it waits.
     """
 
     def __init__(

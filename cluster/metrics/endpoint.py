@@ -128,9 +128,7 @@ class MetricsServer:
         self._server.server_close()
 
 
-def _secured(
-    listener: socket.socket, access: Access, refusals: Refusals | None
-) -> socket.socket:
+def _secured(listener: socket.socket, access: Access, refusals: Refusals | None) -> socket.socket:
     """The listening socket with TLS, whose handshakes are made by each client's own thread."""
 
     def refused(why: str) -> None:
