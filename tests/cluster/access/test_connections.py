@@ -215,13 +215,4 @@ def test_an_authority_of_the_system_is_not_trusted_for_clients(locked: Locked) -
     context = locked.stack.node.access.tls.context(lambda why: None)
     assert len(context.get_ca_certs()) == 1
     assert context.verify_mode is ssl.CERT_REQUIRED
-
-
-def test_old_versions_of_tls_are_refused(locked: Locked) -> None:
-    context = locked.context()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    assert b"200" in hand_shake(locked, "http", context)
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
-    with pytest.raises(OSError):
-        hand_shake(locked, "http", context)
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
