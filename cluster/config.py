@@ -150,6 +150,8 @@ def _known_keys(model: type[BaseModel], section: str = "") -> Iterator[str]:
         yield key
         if below is not None:
             yield from _known_keys(below, key)
+        if (entry := _entry(model, name)) is not None:
+            yield from _known_keys(entry, _join(key, "NAME"))
 
 
 def _wrong_keys(
