@@ -72,7 +72,7 @@ class Locked:
 
     def scrape(self) -> Scrape:
         with self.https("metrics", OPERATOR) as http:
-            return read(http.get("/metrics").text)
+            return read(http.get("/metrics").content)
 
     def logs(self) -> dict[str, str]:
         """What each process of ours has logged."""
@@ -168,13 +168,16 @@ def knock(address: str, said: bytes, context: ssl.SSLContext | None = None) -> N
     """Say something at HOST:PORT and wait for the hang-up; nothing good may come back."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     heard = b""
-    with contextlib.suppress(OSError):
-        with socket.create_connection((host, int(port)), timeout=SOON_S) as connection:
-            if context is not None:
-                connection = context.wrap_socket(connection, server_hostname=host)
-            connection.sendall(said)
-            while part := connection.recv(4096):
-                heard += part
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host, int(port)), timeout=SOON_S) as plain,
+        contextlib.nullcontext(plain)
+        if context is None
+        else context.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        connection.sendall(said)
+        while part := connection.recv(4096):
+            heard += part
     assert b"200 OK" not in heard and b"kvferry" not in heard and b"layout" not in heard
 
 
