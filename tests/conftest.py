@@ -52,6 +52,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line reads these; a developer's shell must not change what a test sees."""
-    for name in ("KVFERRY_ENDPOINT", "KVFERRY_ISA", "KVFERRY_KERNELS", "KVFERRY_LOG"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("ENDPOINT", "ISA", "KERNELS", "LOG", "TOKEN", "TLS_CA", "TLS_CERT", "TLS_KEY"):
+        monkeypatch.delenv(f"KVFERRY_{name}", raising=False)
     yield

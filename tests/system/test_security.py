@@ -245,8 +245,8 @@ def send_without_key(address: str) -> None:
     push: zmq.Socket[bytes] = context.socket(zmq.PUSH)
     monitor = push.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
     push.setsockopt(zmq.RECONNECT_IVL, -1)
-    push.connect(address)
     try:
+        push.connect(f"tcp://{address}")
         assert monitor.poll(SOON_S * 1000), "neither let in nor hung up on"
         event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
         assert event == zmq.Event.DISCONNECTED
