@@ -28,7 +28,7 @@ OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 OPERATORS_SERVICES = frozenset({pb.DESCRIPTOR.services_by_name["Cluster"].full_name})
 
 
-class GrpcGuard(grpc.aio.ServerInterceptor):
+class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic when run
     """See the module."""
 
     def __init__(self, gate: Gate, refusals: Refusals) -> None:

@@ -14,6 +14,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_attempts_at_the_doors_are_refused_counted_and_logged(locked: Locked) ->
     for token in (None, WRONG):
         with locked.client(token) as client:
             assert_refused(Unauthenticated, client.status)
-            assert_refused(Unauthenticated, lambda c=client: c.generate_text("x", **SHORT))
+            assert_refused(Unauthenticated, partial(client.generate_text, "x", **SHORT))
     with locked.client(ACME) as client:
         assert_refused(PermissionDenied, client.audit)
         assert_refused(PermissionDenied, lambda: client.generate_text("x", tenant="zeta", **SHORT))
@@ -247,7 +248,7 @@ def send_without_key(address: str) -> None:
     push.setsockopt(zmq.RECONNECT_IVL, -1)
     try:
         push.connect(f"tcp://{address}")
-        assert monitor.poll(SOON_S * 1000), "neither let in nor hung up on"
+        assert monitor.poll(int(SOON_S * 1000)), "neither let in nor hung up on"
         event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
         assert event == zmq.Event.DISCONNECTED
     finally:
@@ -266,7 +267,7 @@ def test_no_token_is_in_any_log_or_on_any_command_line(locked: Locked) -> None:
 
 def test_ray_asks_for_its_token(locked: Locked) -> None:
     with grpc.insecure_channel(locked.served.ready["ray_address"]) as channel:
-        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo", bytes, bytes)
         with pytest.raises(grpc.RpcError) as caught:
             call(b"", timeout=SOON_S)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -275,10 +276,10 @@ def test_ray_asks_for_its_token(locked: Locked) -> None:
 def test_every_command_gets_in_with_certificate_and_token(
     locked: Locked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = ("--tls-ca", locked.ours.ca, "--tls-cert", locked.pair.cert)
+    files: tuple[str, ...] = ("--tls-ca", locked.ours.ca, "--tls-cert", locked.pair.cert)
     files += ("--tls-key", locked.pair.key)
     at = ("--endpoint", locked.served.endpoint, *files, "--json")
-    load = ("--num-requests", "2", "--concurrency", "1", "--input-tokens", "8")
+    load: tuple[str, ...] = ("--num-requests", "2", "--concurrency", "1", "--input-tokens", "8")
     load += ("--output-tokens", "2")
     monkeypatch.setenv("KVFERRY_TOKEN", OPERATOR)
     monkeypatch.setenv("OTHER_NAME", ACME)

@@ -218,13 +218,15 @@ def test_beyond_its_rate_a_tenant_is_told_when_to_come_again(
 
 def test_a_token_that_is_no_text_is_refused(locked: Locked) -> None:
     with locked.http(None) as http:
-        answer = http.get("/v1/models", headers={"authorization": b"Bearer \xff\xfe"})
+        answer = http.get("/v1/models", headers={b"authorization": b"Bearer \xff\xfe"})
     error_of(answer, 401)
 
 
 def test_an_unknown_method_is_not_told_to_strangers(locked: Locked) -> None:
     with locked.client(None) as client, pytest.raises(grpc.RpcError) as caught:
-        client._channel.unary_unary("/kvferry.v1.Inference/Nothing")(b"", timeout=LONG_S)
+        client._channel.unary_unary("/kvferry.v1.Inference/Nothing", bytes, bytes)(
+            b"", timeout=LONG_S
+        )
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
