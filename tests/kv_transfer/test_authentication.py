@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from kvferry.kv_transfer.tcp_wire import (
     frame,
     hello_packet,
 )
-from tests.kv_transfer.helpers import LAYOUT, MODEL, collect
+from tests.kv_transfer.helpers import LAYOUT, MODEL, SOON_S, collect
 from tests.kv_transfer.tcp_ends import dial, hello_for, is_hung_up, receive_message, soon
 from tests.kv_transfer.test_tcp_handshake import make_tcp
 
@@ -145,25 +146,41 @@ def test_a_reader_without_the_key_is_refused_counted_and_logged(
     assert source.served.blocks_sent == 0
 
 
+def test_a_reader_does_not_answer_a_source_that_does_not_know_the_key() -> None:
+    reader, impostor = ReaderSide(KEY, NONCE), SourceSide(OTHER_KEY, NONCE)
+    challenge = impostor.challenge(VERSION, reader.knock(VERSION))
+    with pytest.raises(HandshakeRefused) as caught:
+        reader.signed(VERSION, challenge, b"hello")
+    assert caught.value.reason == "unauthenticated"
+
+
 def test_a_source_without_the_key_learns_nothing_of_the_reader(
     reader: Callable[[bytes | None], TcpConnector],
 ) -> None:
-    ours = reader(KEY)
-    impostor = make_tcp(key=OTHER_KEY)
     heard: list[bytes] = []
-    keep = impostor.source._receive
 
-    def listening(each: object) -> None:
-        keep(each)  # type: ignore[arg-type]
-        heard.append(bytes(each.received))  # type: ignore[attr-defined]
+    def pretend(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(SOON_S)
+            knock = receive_message(connection)
+            challenge = SourceSide(OTHER_KEY, NONCE).challenge(VERSION, knock)
+            connection.sendall(frame(challenge))
+            heard.append(knock)
+            while said := connection.recv(4096):
+                heard.append(said)
 
-    impostor.source._receive = listening  # type: ignore[method-assign,assignment]
-    try:
+    ours = reader(KEY)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(SOON_S)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        impostor = threading.Thread(target=pretend, args=(listener,))
+        impostor.start()
         with pytest.raises(TransferFailed, match="key"):
-            ours.connect(impostor.local_info())
-    finally:
-        impostor.close()
-    assert all(b"reader" not in said and MODEL.encode() not in said for said in heard)
+            ours.connect(replace(ours.local_info(), worker_id="source", address=address))
+        impostor.join()
+    assert len(heard) == 1, "nothing was said after the challenge"
+    assert b"reader" not in heard[0] and MODEL.encode() not in heard[0]
 
 
 def _packed(body: Mapping[str, object]) -> bytes:

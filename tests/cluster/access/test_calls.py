@@ -203,15 +203,16 @@ def test_beyond_its_rate_a_tenant_is_told_when_to_come_again(
 ) -> None:
     """One token a second, of which ten were saved up; others are not held up."""
     with locked.client(SLOW) as client:
-        done = client.generate_text(token_ids=range(1, 30), max_tokens=8, ignore_eos=True)
-        assert done.usage.completion_tokens == 8, "what runs is not cut off"
+        done = client.generate_text(token_ids=range(1, 30), max_tokens=150, ignore_eos=True)
+        assert done.usage.completion_tokens == 150, "what runs is not cut off"
         with counted(locked, Overloaded, caplog), pytest.raises(Overloaded) as caught:
             client.generate_text("x", **SHORT)
-    assert caught.value.retry_after_s is not None and 10 < caught.value.retry_after_s < 29
+    assert caught.value.retry_after_s is not None
+    assert 60 < caught.value.retry_after_s <= 170, "prompt and output less what was saved up"
     with counted(locked, Overloaded, caplog), locked.http(SLOW) as http:
         answer = http.post("/v1/completions", json={"prompt": "x"})
     error_of(answer, 429)
-    assert 10 < int(answer.headers["retry-after"]) < 30
+    assert 60 < int(answer.headers["retry-after"]) <= 170
     with locked.client(ACME) as client:
         assert client.generate_text("x", **SHORT).usage.completion_tokens == 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.cluster.access.gate import ANYBODY, Caller
@@ -17,6 +17,8 @@ salts = st.text(alphabet=st.sampled_from("ab:01"), min_size=1, max_size=6)
 own_salts = st.text(alphabet=st.sampled_from("ab:01"), max_size=8)
 
 
+@example(salt_a="a", salt_b="a:b", own_a="b:x", own_b="x")
+@example(salt_a="a", salt_b="aa", own_a="a", own_b="")
 @given(salt_a=salts, salt_b=salts, own_a=own_salts, own_b=own_salts)
 def test_no_choice_of_salts_makes_one_tenant_s_cache_another_s(
     salt_a: str, salt_b: str, own_a: str, own_b: str
