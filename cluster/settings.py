@@ -42,7 +42,7 @@ def worker_settings(
     model_folder: Path,
     block_sizes: BlockSizes,
     epoch: Callable[[], int],
-    key: ClusterKey | None = None,
+    key: ClusterKey | None,
 ) -> list[tuple[str, WorkerSettings]]:
     """The workers that a configuration asks for: (role, settings)."""
     replicas = config.replicas()
@@ -137,7 +137,7 @@ def router_settings(
     model_folder: Path,
     ref: NodeRef,
     doors: RouterEndpoints,
-    key: ClusterKey | None = None,
+    key: ClusterKey | None,
 ) -> RouterSettings:
     """The router's settings, listening at its ``doors``."""
     return RouterSettings(

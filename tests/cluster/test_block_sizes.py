@@ -27,7 +27,7 @@ def test_hashes_are_taken_as_rarely_as_both_block_sizes_allow(
     sizes = choose_block_sizes(config, NOWHERE, "float32")
     assert (sizes.by_role, sizes.match_unit) == ({"prefill": prefill, "decode": decode}, unit)
     assert bool(sizes.lines) == (prefill != decode)
-    settings = worker_settings(config, NOWHERE, sizes, lambda: 1)
+    settings = worker_settings(config, NOWHERE, sizes, lambda: 1, None)
     assert [(role, s.block_size, s.match_unit) for role, s in settings] == [
         ("prefill", prefill, unit),
         ("decode", decode, unit),

@@ -27,7 +27,10 @@ from kvferry.cluster.router_actor import RouterEndpoints
 from kvferry.cluster.settings import router_settings, worker_settings
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_transfer.faults import FaultPlan
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.messages import NodeRef
+
+KEY = ClusterKey(bytes(32))
 
 
 def load_text(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) -> Config:
@@ -313,15 +316,16 @@ def test_workers_get_the_host_tier_and_router_and_workers_the_ageing() -> None:
     tier |= {"cache.host_tier.disk_path": "kv", "cache.host_tier.disk_size": "1GB"}
     config = load_config(overrides={**tier, "scheduler.policy": "priority", "scheduler.ageing": 3})
     sizes = choose_block_sizes(config, Path("m"), "float32")
-    for _, settings in worker_settings(config, Path("m"), sizes, lambda: 1):
+    for _, settings in worker_settings(config, Path("m"), sizes, lambda: 1, KEY):
         assert (settings.host_bytes, settings.disk_path) == (1 << 20, "kv")
         assert settings.disk_bytes == 10**9
         assert settings.scheduler.ageing == 3.0
+        assert settings.key is KEY
     ref = NodeRef("router-0", 1)
-    assert router_settings(config, Path("m"), ref, RouterEndpoints("")).config.ageing == 3.0
+    assert router_settings(config, Path("m"), ref, RouterEndpoints(""), KEY).config.ageing == 3.0
     plain = load_config()
-    assert router_settings(plain, Path("m"), ref, RouterEndpoints("")).config.ageing is None
-    workers = worker_settings(plain, Path("m"), sizes, lambda: 1)
+    assert router_settings(plain, Path("m"), ref, RouterEndpoints(""), KEY).config.ageing is None
+    workers = worker_settings(plain, Path("m"), sizes, lambda: 1, KEY)
     assert {settings.host_bytes for _, settings in workers} == {0}
 
 
