@@ -228,6 +228,12 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether clients need something to get in, or to see whom they talk to."""
+        server = self.server
+        return bool(server.tls.cert or server.auth.tokens_file or self.tenants)
+
     def replicas(self) -> Replicas:
         """Workers to start: 1 prefill and 1 decode, unless the counts say otherwise."""
         colocated = self.colocated.replicas or 0

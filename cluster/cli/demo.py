@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Result:
     """Start, serve the prompts at the same time, audit, stop."""
     overrides = {**cluster_overrides(args), "server.grpc": "127.0.0.1:0"}
     config = load_config(args.config, overrides)
-    if config.server.tls.cert or config.server.auth.tokens_file or config.tenants:
+    if config.is_locked:
         raise UsageError(
             "server.tls, server.auth and tenants are for kvferry serve: a demo serves nobody but "
             "itself; leave them out"
