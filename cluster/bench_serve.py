@@ -21,6 +21,7 @@ from kvferry.cluster.bench.served_roof import (
 )
 from kvferry.cluster.bench_cpu import CpuMeter
 from kvferry.cluster.client import AsyncClient, Completion
+from kvferry.cluster.client_security import PLAIN, ClientSecurity
 from kvferry.cluster.closed_loop import (
     Repeat,
     Send,
@@ -82,6 +83,7 @@ async def bench_serve(
     on_progress: Callable[[int, int], None],
     measure: Measure | None = None,
     clock: Callable[[], float] = time.monotonic,
+    security: ClientSecurity = PLAIN,
 ) -> Bench:
     """Run ``num_repeats`` passes; ``on_progress(repeat, num_ended)`` follows each request's end.
 
@@ -90,7 +92,7 @@ async def bench_serve(
 
     Raises the client's typed errors where the server cannot serve the workload at all.
     """
-    async with AsyncClient(endpoint, clock=clock) as client:
+    async with AsyncClient(endpoint, clock=clock, security=security) as client:
         status = await client.status()
         _check(workload, status)
         warm_up = workload.prompts(-1, status.model.vocab_size)[0]

@@ -11,7 +11,7 @@ from math import gcd
 from pathlib import Path
 
 from kvferry.cluster.config import Config, ConfigError
-from kvferry.cluster.config_values import AUTO_SIZE
+from kvferry.cluster.config_types import AUTO_SIZE
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.loading import kv_layout
 from kvferry.worker.block_sizing import ChosenBlockSize, auto_block_size

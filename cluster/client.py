@@ -5,7 +5,7 @@ its contract: a repeated or missing index, or an end without the terminal event,
 StreamError instead of passing for success. Dropping or closing an unfinished stream cancels its
 request. Importing this loads neither torch nor ray.
 
-    with Client("127.0.0.1:50051") as client:
+    with Client("127.0.0.1:50051") as client:  # security=ClientSecurity(...) for TLS and tokens
         for event in client.generate("Once upon a time", max_tokens=32):
             ...
         print(client.generate_text("Once upon a time", max_tokens=32).text)
@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvferry.cluster.client_security import PLAIN, ClientSecurity
 from kvferry.cluster.client_stream import (
     Completion,
     Event,
@@ -41,6 +42,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerateStream",
     "Client",
+    "ClientSecurity",
     "Completion",
     "Event",
     "GenerateOptions",
@@ -164,7 +166,8 @@ class AsyncGenerateStream:
 class Client:
     """A connection to one endpoint, for use from any thread.
 
-    ``clock`` gives seconds of a monotonic clock, for the client's own times.
+    ``clock`` gives seconds of a monotonic clock, for the client's own times. Raises UnusableSecret
+    or TokenInTheClear if ``security`` cannot be had at this endpoint.
     """
 
     def __init__(
@@ -173,11 +176,18 @@ class Client:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        security: ClientSecurity = PLAIN,
     ) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._clock = clock
-        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._metadata = security.metadata()
+        credentials = security.channel_credentials(endpoint)
+        self._channel = (
+            grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+        )
         self._inference = InferenceStub(self._channel)
         self._cluster = ClusterStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -196,7 +206,7 @@ class Client:
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None
     ) -> GenerateStream:
         """Like ``generate``, for a request that is already built."""
-        call = self._inference.Generate(request, timeout=timeout_s)
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return GenerateStream(call, request, self._endpoint)
 
     def generate_text(
@@ -230,7 +240,8 @@ class Client:
         """
         request = pb.DrainRequest(worker_id=worker_id, timeout_s=timeout_s)
         with _typed_errors(self._endpoint):
-            self._cluster.Drain(request, timeout=timeout_s + self._timeout_s if timeout_s else None)
+            limit_s = timeout_s + self._timeout_s if timeout_s else None
+            self._cluster.Drain(request, timeout=limit_s, metadata=self._metadata)
 
     def scale(self, *, timeout_s: float = 0.0, **counts: int | None) -> pb.ScaleResponse:
         """Grow and shrink to so many workers of ``prefill``, ``decode``, ``colocated``; what is
@@ -240,9 +251,10 @@ class Client:
         on all the same.
         """
         request = pb.ScaleRequest(timeout_s=timeout_s, **counts)
+        limit_s = timeout_s + self._timeout_s if timeout_s else None
         with _typed_errors(self._endpoint):
             response: pb.ScaleResponse = self._cluster.Scale(
-                request, timeout=timeout_s + self._timeout_s if timeout_s else None
+                request, timeout=limit_s, metadata=self._metadata
             )
         return response
 
@@ -261,7 +273,7 @@ class Client:
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
     ) -> _Response:
         with _typed_errors(self._endpoint):
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
 
     def __enter__(self) -> Self:
         return self
@@ -279,11 +291,18 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        security: ClientSecurity = PLAIN,
     ) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._clock = clock
-        self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._metadata = security.metadata()
+        credentials = security.channel_credentials(endpoint)
+        self._channel = (
+            grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+        )
         self._inference = cast("InferenceAsyncStub", InferenceStub(self._channel))
         self._cluster = cast("ClusterAsyncStub", ClusterStub(self._channel))
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -298,7 +317,7 @@ class AsyncClient:
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None
     ) -> AsyncGenerateStream:
         """Like ``generate``, for a request that is already built."""
-        call = self._inference.Generate(request, timeout=timeout_s)
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return AsyncGenerateStream(call, request, self._endpoint)
 
     async def generate_text(
@@ -341,7 +360,7 @@ class AsyncClient:
         self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
     ) -> _Response:
         with _typed_errors(self._endpoint):
-            return await method(request, timeout=self._timeout_s)
+            return await method(request, timeout=self._timeout_s, metadata=self._metadata)
 
     async def __aenter__(self) -> Self:
         return self

@@ -53,8 +53,8 @@ class GenerateOptions(Sampling, ChatOptions, total=False):
     ``chat`` is a sequence of ``{"role": ..., "content": ...}``, where they apply with
     ``tool_calls`` (a list of objects), ``tool_call_id`` and ``name``; ``request_id`` is the
     caller's label, not the server's id; ``cache_salt`` keeps its KV apart from that of requests
-    with another; ``priority`` is lower for what comes earlier, where the server looks at it;
-    ``timeout_s`` is the deadline of the whole request.
+    with another; ``tenant`` is the one whose key the client has; ``priority`` is lower for what
+    comes earlier, where the server looks at it; ``timeout_s`` is the deadline of the whole request.
     """
 
     token_ids: Sequence[int]
@@ -62,6 +62,7 @@ class GenerateOptions(Sampling, ChatOptions, total=False):
     model: str
     request_id: str
     cache_salt: str
+    tenant: str
     priority: int
     echo_prompt_token_ids: bool
     timeout_s: float
@@ -91,7 +92,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
     sampling = {k: v for k, v in given_options.items() if k in Sampling.__annotations__}
     for name, value in sampling.items():
         _check_encodes(pb.SamplingParams, name, value)
-    for name in ("request_id", "model", "cache_salt", "priority"):
+    for name in ("request_id", "model", "cache_salt", "tenant", "priority"):
         if options.get(name) is not None:
             _check_encodes(pb.GenerateRequest, name, given_options[name])
     try:
@@ -100,6 +101,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRe
             model=options.get("model", ""),
             text=prompt,
             cache_salt=options.get("cache_salt", ""),
+            tenant=options.get("tenant", ""),
             priority=options.get("priority", 0),
             sampling=pb.SamplingParams(**sampling),
             echo_prompt_token_ids=options.get("echo_prompt_token_ids", False),

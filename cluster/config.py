@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvferry.cluster.config_schema import Config, Replicas
-from kvferry.cluster.config_values import parse_duration, parse_size
+from kvferry.cluster.config_types import parse_duration, parse_size
 from kvferry.kv_cache.errors import KVFerryError
 
 __all__ = ["Config", "ConfigError", "Replicas", "load_config", "parse_duration", "parse_size"]
@@ -34,11 +34,11 @@ class ConfigError(KVFerryError):
 
 # Keys and values that are spoken for and that a later version fills.
 _LATER_KEYS = {
-    "": ("slo", "tenants"),
+    "": ("slo",),
     "cache": ("hash_seed",),
     "transfer": ("max_unsent_blocks",),
     "router": ("replicas", "max_resume_grace", "conditional_prefill"),
-    "server": ("tls", "auth"),
+    "tenants.*": ("weight",),
 }
 _LATER_VALUES = {
     "transfer.connector": ("nixl",),
@@ -131,12 +131,21 @@ def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     }
 
 
+def _entry(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The section that a mapping of sections, by names that the user chooses, is made of."""
+    kinds = get_args(model.model_fields[name].annotation)
+    last = kinds[-1] if kinds else None
+    return last if isinstance(last, type) and issubclass(last, BaseModel) else None
+
+
 def _known_keys(model: type[BaseModel], section: str = "") -> Iterator[str]:
     for name, below in _sections(model).items():
         key = _join(section, name)
         yield key
         if below is not None:
             yield from _known_keys(below, key)
+        if (entry := _entry(model, name)) is not None:
+            yield from _known_keys(entry, _join(key, "NAME"))
 
 
 def _wrong_keys(
@@ -144,9 +153,12 @@ def _wrong_keys(
 ) -> Iterator[str]:
     """A message for each key that is unknown or not supported yet, and for each later value."""
     known = _sections(model)
+    later = _LATER_KEYS.get(section, ())
+    if section.startswith("tenants."):
+        later = _LATER_KEYS["tenants.*"]
     for name, value in data.items():
         key = _join(section, name)
-        if name in _LATER_KEYS.get(section, ()):
+        if name in later:
             yield f"{key}: not supported yet in this version; leave it out"
         elif name not in known:
             yield f"{key}: unknown key; {_nearest(section, str(name), list(known))}"
@@ -155,6 +167,10 @@ def _wrong_keys(
             yield f"{key}: {value!r} is not supported yet in this version; use {choices}"
         elif (below := known[name]) is not None and isinstance(value, Mapping):
             yield from _wrong_keys(value, below, key)
+        elif (entry := _entry(model, name)) is not None and isinstance(value, Mapping):
+            for each, section_below in value.items():
+                if isinstance(section_below, Mapping):
+                    yield from _wrong_keys(section_below, entry, _join(key, each))
 
 
 def _join(section: str, name: object) -> str:

@@ -1,8 +1,8 @@
 """The sections of the configuration file, their defaults and ranges, as frozen models.
 
-Owns every default that a user may set, once; how values are written is ``cluster.config_values``'.
-
-Does not know where values come from: ``cluster.config`` reads files and overrides.
+Owns every default that a user may set, once; those of who may do what are in ``config_access``, and
+how values are written in ``config_types``. Does not know where values come from: ``cluster.config``
+reads files and overrides.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from kvferry.cluster.config_values import (
+from kvferry.cluster.config_access import AuthConfig, TenantConfigs, TlsConfig
+from kvferry.cluster.config_types import (
     BlockSize,
     Count,
     Duration,
@@ -21,6 +22,7 @@ from kvferry.cluster.config_values import (
     RayAddress,
     Resources,
     RoleBlockSize,
+    Section,
     Size,
     Text,
 )
@@ -28,13 +30,7 @@ from kvferry.cluster.config_values import (
 OWN_RAY_HAS = frozenset({"CPU", "GPU", "memory"})
 
 
-class _Section(BaseModel):
-    """A mapping of the file: frozen, of exact types, without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model is served. ``path`` (a folder or GGUF file), where given, stands before ``name``;
     ``revision`` is a branch, tag or commit of a name ``ORG/NAME`` of the Hugging Face Hub.
 
@@ -50,7 +46,7 @@ class ModelConfig(_Section):
     served_name: Text | None = None
 
 
-class HostTierConfig(_Section):
+class HostTierConfig(Section):
     """Where each worker keeps KV outside its pool: ``memory``, and beside it ``disk_size`` bytes of
     the folder ``disk_path``. None: nowhere.
     """
@@ -60,7 +56,7 @@ class HostTierConfig(_Section):
     disk_size: Annotated[Size, Field(ge=1)] | None = None
 
 
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """The KV pool of each worker: its blocks, or the memory to divide into blocks.
 
     With neither ``num_blocks`` nor ``memory`` the pool is sized from the memory that is free.
@@ -79,7 +75,7 @@ class CacheConfig(_Section):
     host_tier: HostTierConfig = HostTierConfig()
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(Section):
     """Budgets of one engine step.
 
     ``chunk_tokens`` is the most that one request may prefill in a step; ``watermark`` the share of
@@ -95,7 +91,7 @@ class SchedulerConfig(_Section):
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
-class RoleConfig(_Section):
+class RoleConfig(Section):
     """The workers of one role. None: ``replicas`` see ``Config.replicas``; ``threads`` a share of
     the cores; ``block_size`` and ``num_blocks`` as in ``cache``. ``gpus``: of a GPU, each worker.
 
@@ -106,14 +102,14 @@ class RoleConfig(_Section):
 
     replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    resources: Resources = {}
+    resources: Resources = Field(default_factory=dict)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
     block_size: RoleBlockSize = None
     num_blocks: Count | None = None
 
 
-class FaultsConfig(_Section):
+class FaultsConfig(Section):
     """Faults to inject into transfers, for trying out a deployment.
 
     All but ``seed`` and ``delay`` are probabilities; ``kv_transfer.faults`` says of what.
@@ -129,7 +125,7 @@ class FaultsConfig(_Section):
     die: Probability = 0.0
 
 
-class TransferConfig(_Section):
+class TransferConfig(Section):
     """How blocks move and how workers and router say what they still want.
 
     ``stall_limit`` bounds a lease whose reader makes no progress, and a worker's step;
@@ -151,7 +147,7 @@ class TransferConfig(_Section):
     faults: FaultsConfig = FaultsConfig()
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     """The router's queue and its patience.
 
     ``queue_limit`` in requests; ``prefill_window`` in tokens that a prefill worker may hold beyond
@@ -166,13 +162,14 @@ class RouterConfig(_Section):
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """The addresses that clients reach, and what they may do there.
 
     A connection that has been idle for ``keepalive`` is pinged, and dropped if it does not answer
     for ``keepalive_timeout``; a client that takes nothing of its stream for ``slow_client_limit``
     has its request cancelled. ``max_message_bytes`` bounds what is received. No ``http``: no such
-    door; likewise ``metrics``, where Prometheus finds its page.
+    door; likewise ``metrics``, where Prometheus finds its page. ``tls`` and ``auth`` are of every
+    door.
     """
 
     grpc: HostPort = "127.0.0.1:50051"
@@ -182,9 +179,11 @@ class ServerConfig(_Section):
     keepalive: Annotated[Duration, Field(ge=1, le=86400)] = 30.0
     keepalive_timeout: Annotated[Duration, Field(ge=1, le=86400)] = 10.0
     slow_client_limit: Annotated[Duration, Field(ge=0.1, le=86400)] = 30.0
+    tls: TlsConfig = TlsConfig()
+    auth: AuthConfig = AuthConfig()
 
 
-class RayConfig(_Section):
+class RayConfig(Section):
     """The Ray cluster to join; with no ``address`` a local one is started.
 
     Address auto is the one that runs on this host. What follows is of one that is joined: how long
@@ -198,14 +197,14 @@ class RayConfig(_Section):
     pin_cores: bool = True
 
 
-class LoggingConfig(_Section):
+class LoggingConfig(Section):
     """What the processes log, to standard error: lines of text, or of JSON."""
 
     level: Literal["debug", "info", "warning", "error"] = "warning"
     format: Literal["text", "json"] = "text"
 
 
-class DebugConfig(_Section):
+class DebugConfig(Section):
     """Checks that cost time, and what computes.
 
     ``kernels`` auto takes the compiled ones where they were built, and triton on a GPU; ``isa``
@@ -228,7 +227,7 @@ class Replicas:
     colocated: int
 
 
-class Config(_Section):
+class Config(Section):
     """The whole configuration; every section may be left out."""
 
     model: ModelConfig = ModelConfig()
@@ -240,9 +239,16 @@ class Config(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     server: ServerConfig = ServerConfig()
+    tenants: TenantConfigs = Field(default_factory=dict)
     ray: RayConfig = RayConfig()
     logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether clients need something to get in, or to see whom they talk to."""
+        server = self.server
+        return bool(server.tls.cert or server.auth.tokens_file or self.tenants)
 
     def replicas(self) -> Replicas:
         """Workers to start: 1 prefill and 1 decode, unless the counts say otherwise."""

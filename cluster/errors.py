@@ -26,6 +26,8 @@ here::
     ├── Internal
     │   └── StreamError                 raised by clients
     ├── ConfigError                     cluster.config
+    ├── UnusableSecret                  cluster.access.secret_files
+    ├── TokenInTheClear                 cluster.client_security
     ├── BadLoad                         cluster.loadgen.errors
     ├── DeviceUnavailable               engine.device.choice
     ├── PinningFailed                   engine.device.cuda

@@ -1,7 +1,7 @@
 """The gRPC front door: ``kvferry.v1`` over a ``RouterNode``.
 
-The listening server: its limits, health, reflection, readiness, and how it stops. What its calls
-do is ``cluster.grpc_services``'s.
+The listening server: its limits, TLS, health, reflection, readiness, and how it stops. What its
+calls do is ``cluster.grpc_services``'s, who may call is ``cluster.grpc_guard``'s.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvferry.cluster.grpc_guard import GrpcGuard
 from kvferry.cluster.grpc_services import ClusterServicer, InferenceServicer
 from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
@@ -39,9 +40,14 @@ class GrpcServer:
     ) -> None:
         self._node = node
         limits = limits or ServerLimits()
-        self._server = grpc.aio.server(options=limits.channel_options())
+        access = node.access
+        guards = () if access.gate.is_open else (GrpcGuard(access.gate, node.refusals),)
+        self._server = grpc.aio.server(interceptors=guards, options=limits.channel_options())
         try:
-            port = self._server.add_insecure_port(address)
+            if access.tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, access.tls.grpc_credentials())
         except RuntimeError as error:
             raise unavailable(address, str(error)) from error
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"

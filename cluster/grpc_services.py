@@ -12,11 +12,13 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import grpc
 
 from kvferry.cluster import wire
+from kvferry.cluster.access.gate import Caller
 from kvferry.cluster.errors import Cancelled, DeadlineExceeded, UnknownRequest, to_grpc
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.reports.common import distribution_version, machine
@@ -67,8 +69,9 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         received_at = node.clock()
         stream = Outgoing()
         try:
-            spec = await node.take_in(node.intake.prepare, request)
-            routed = node.submit(spec, stream.emit, received_at)
+            caller = caller_of(node, context)
+            spec = await node.prepare(request, caller)
+            routed = node.submit(spec, stream.emit, received_at, caller)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         request_id = routed.request_id
@@ -122,7 +125,11 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """End a request; its stream finishes with reason abort."""
-        return pb.CancelResponse(found=self._node.cancel(request.request_id))
+        try:
+            found = self._node.cancel_for(caller_of(self._node, context), request.request_id)
+        except Exception as error:  # the call's boundary: every error becomes a status
+            await fail(context, error)
+        return pb.CancelResponse(found=found)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Token ids of a text or conversation."""
@@ -221,6 +228,19 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         return pb.ScaleResponse(**present)
+
+
+def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """The authorization header of a call; the first, if there are several."""
+    for name, value in metadata or ():
+        if name == "authorization" and isinstance(value, str):
+            return value
+    return None
+
+
+def caller_of(node: RouterNode, context: Context) -> Caller:
+    """Who calls. Raises Unauthenticated, which the guard has done before."""
+    return node.access.gate.caller(authorization(context.invocation_metadata()))
 
 
 async def fail(

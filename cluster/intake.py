@@ -27,7 +27,7 @@ from kvferry.protos import kvferry_pb2 as pb
 
 MAX_PROMPT_LOGPROBS = 1 << 15
 
-_UNSUPPORTED_REQUEST = ("tenant", "adapter", "resume_grace_s", "first_output_index")
+_UNSUPPORTED_REQUEST = ("adapter", "resume_grace_s", "first_output_index")
 
 
 @dataclass(frozen=True, slots=True)

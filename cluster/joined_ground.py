@@ -52,13 +52,14 @@ class Slot:
 class Record:
     """What a successor must know.
 
-    ``num_gpus``: GPUs of Ray's cluster when it began, which settled the devices; ``asked``: the
-    autoscaler has a request of ours.
+    ``num_gpus``: GPUs of Ray's cluster when it began, which settled the devices; ``secret``: the
+    cluster's key, in hexadecimal digits; ``asked``: the autoscaler has a request of ours.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     model_folder: str = ""
     num_gpus: float = 0.0
+    secret: str = field(default="", repr=False)
     slots: dict[str, Slot] = field(default_factory=dict)
     doors: RouterEndpoints | None = None
     asked: bool = False
@@ -76,6 +77,7 @@ class Record:
             data["config"],
             data["model_folder"],
             data["num_gpus"],
+            data["secret"],
             {name: Slot(**slot) for name, slot in data["slots"].items()},
             None if doors is None else RouterEndpoints(**doors),
             data["asked"],

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from kvferry.cluster.access.settings import load_access
 from kvferry.cluster.adopting import look, our_actors
 from kvferry.cluster.config import Config
 from kvferry.cluster.devices import on_devices
@@ -26,8 +27,9 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.ray_actors import num_gpus
 from kvferry.cluster.ray_places import RayPlaces
 from kvferry.cluster.router_actor import RouterEndpoints
-from kvferry.cluster.settings import log_settings
+from kvferry.cluster.settings import access_settings, log_settings
 from kvferry.kv_cache.errors import KVFerryError
+from kvferry.worker.cluster_key import ClusterKey, new_key
 from kvferry.worker.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -142,22 +144,25 @@ class Keeper:
                 self._say(f"took up the cluster that runs: {len(found.workers)} workers")
                 return cluster
         sweep(self._namespace)  # of a life that did not get far
+        load_access(access_settings(self._config))  # before a model is loaded for what cannot be
         fresh = Record(
             config=self._config.model_dump(mode="json"),
             model_folder=str(self._model_folder),
             num_gpus=num_gpus(),
+            secret=new_key().secret.hex(),
         )
         cluster = self._cluster_on(fresh, self._say)
         cluster.open(self._say)
         return cluster
 
     def _cluster_on(self, record: Record, say: Say = logger.info) -> Cluster:
-        """On devices as they were settled when it began; ``say`` hears which."""
+        """With the record's key, on the devices that it settled; ``say`` hears which."""
         placed = on_devices(self._config, record.num_gpus, can_grow=True)
         for line in placed.lines:
             say(line)
         ground = JoinedGround(placed.config, self._places, record, time.monotonic)
-        return Cluster(placed.config, self._model_folder, ground)
+        key = ClusterKey(bytes.fromhex(record.secret))
+        return Cluster(placed.config, self._model_folder, ground, key)
 
 
 def sweep(namespace: str) -> None:

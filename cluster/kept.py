@@ -27,6 +27,7 @@ from kvferry.cluster.ray_actors import START_TIMEOUT_S, get, node_id
 from kvferry.cluster.ray_places import RayPlaces
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.router_actor import RouterEndpoints
+from kvferry.cluster.settings import absolute_paths
 from kvferry.kv_cache.errors import KVFerryError
 
 POLL_S = 0.1
@@ -67,6 +68,7 @@ class KeptCluster:
         Returns when it is ready. Raises whatever kept a part from starting.
         """
         began = time.monotonic()
+        config = absolute_paths(config)  # the keeper runs in another folder
         say(f"joining the Ray cluster at {config.ray.address}")
         owns_connection = init_ray(config)
         namespace = config.ray.namespace
@@ -74,7 +76,7 @@ class KeptCluster:
         is_new = keeper is None
         if keeper is None:
             resolved, folder = resolve()
-            keeper = _start(resolved, folder)
+            keeper = _start(absolute_paths(resolved), folder)
         else:
             say(f"found a running cluster in namespace {namespace}: serving it on")
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from kvferry.cluster.access.settings import load_access
 from kvferry.cluster.adopting import Found
 from kvferry.cluster.block_sizes import BlockSizes, choose_block_sizes
 from kvferry.cluster.colocated_worker import ColocatedWorker
@@ -33,6 +34,7 @@ from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_mo
 from kvferry.cluster.scaling import ScaleDone, ScaleOrder, names_to_add, names_to_drain
 from kvferry.cluster.settings import (
     LOOPBACK,
+    access_settings,
     kv_dtype,
     log_settings,
     router_settings,
@@ -43,6 +45,7 @@ from kvferry.decode_worker.actor import DecodeWorker
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.prefill_worker.actor import PrefillWorker
 from kvferry.worker.actor import WorkerActor
+from kvferry.worker.cluster_key import ClusterKey, new_key
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
 
@@ -71,9 +74,16 @@ class Cluster:
     """
 
     def __init__(
-        self, config: Config, model_folder: Path, ground: Ground, owns_ray: bool = False
+        self,
+        config: Config,
+        model_folder: Path,
+        ground: Ground,
+        key: ClusterKey,
+        owns_ray: bool = False,
     ) -> None:
-        """``config`` says which device each role is on: see ``cluster.devices``."""
+        """``config`` says which device each role is on: see ``cluster.devices``. ``key``: what all
+        nodes know, those too that are found running.
+        """
         self.grpc = config.server.grpc
         self.http = config.server.http
         self.metrics = config.server.metrics
@@ -84,6 +94,7 @@ class Cluster:
         self._ground = ground
         self._logs = log_settings(config)
         self._owns_ray = owns_ray
+        self._key = key
         self._sizes: BlockSizes = choose_block_sizes(config, model_folder, kv_dtype(config))
         self._router: Any = None
         self._actors: list[Any] = []
@@ -102,13 +113,15 @@ class Cluster:
         server = config.server
         for port in filter(None, (server.grpc, server.http, server.metrics)):
             check_port(port)
+        load_access(access_settings(config))  # before a model is loaded for what cannot be
         progress("starting Ray")
         owns_ray = init_ray(config)
         try:
             placed = on_devices(config, num_gpus())
             for line in placed.lines:
                 progress(line)
-            cluster = cls(placed.config, model_folder, OwnGround(placed.config), owns_ray)
+            ground = OwnGround(placed.config)
+            cluster = cls(placed.config, model_folder, ground, new_key(), owns_ray)
         except BaseException:
             if owns_ray:
                 ray.shutdown()
@@ -130,10 +143,11 @@ class Cluster:
     def _open(self, progress: Say) -> None:
         for line in self._sizes.lines:
             progress(line)
-        if self._ground.host != LOOPBACK:
+        if self._ground.host != LOOPBACK and self._config.transfer.connector != "shm":
             progress(
-                "warning: workers and router listen for each other on their nodes' addresses "
-                "(transfer.host), without encryption or authentication: keep others off them"
+                "warning: workers read each other's KV blocks on their nodes' addresses "
+                "(transfer.host): over TCP who reads is authenticated, but nothing is encrypted; "
+                "keep others off that network"
             )
         wanted = first_workers(self._config)
         self._ground.assign(wanted, progress)
@@ -201,7 +215,9 @@ class Cluster:
     def _new_router(self) -> Any:
         ref = NodeRef(ROUTER_NAME, next_epoch())
         doors = RouterEndpoints(self.grpc, self.http, self.metrics)
-        settings = router_settings(self._config, self._model_folder, ref, doors, self._ground.host)
+        settings = router_settings(
+            self._config, self._model_folder, ref, doors, self._key, self._ground.host
+        )
         options = self._ground.router_options(ref)
         return remote_actor(RouterActor, 1, options).remote(settings, self._logs)
 
@@ -209,7 +225,9 @@ class Cluster:
         """The worker of this name in a new life, on its way."""
         ref = NodeRef(name, next_epoch())
         role, share = self._ground.names()[name], self._ground.share(name)
-        setting = worker_setting(self._config, self._model_folder, self._sizes, role, ref, share)
+        setting = worker_setting(
+            self._config, self._model_folder, self._sizes, role, ref, share, self._key
+        )
         options = self._ground.worker_options(ref)
         actor = remote_actor(ROLES[role], share.threads, options).remote(setting, self._logs)
         where = actor.__ray_call__.remote(node_id)

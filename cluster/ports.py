@@ -1,10 +1,20 @@
-"""Addresses to listen on: whether one is free, and the error where it is not."""
+"""Addresses to listen on: who can reach one, whether it is free, and the error where it is not."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from kvferry.cluster.errors import PortUnavailable
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is reachable from this machine alone; a name counts as what it says."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_port(address: str) -> None:

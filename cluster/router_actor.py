@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvferry.cluster.access.settings import AccessSettings, load_access
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.intake import Intake, ServedModel
 from kvferry.cluster.metrics.endpoint import MetricsServer
@@ -27,6 +28,7 @@ from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.protos import kvferry_pb2 as pb
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.logs import LogSettings, set_up_logging
 from kvferry.worker.messages import NodeRef
@@ -59,6 +61,8 @@ class RouterSettings:
         doors: where to listen.
         served_name: the model's name to clients; None: its own.
         prefill_window: tokens that a prefill worker may hold beyond what it runs.
+        access: who may call.
+        key: what every worker must know; None: anybody may send messages.
     """
 
     ref: NodeRef
@@ -69,6 +73,8 @@ class RouterSettings:
     served_name: str | None = None
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
+    access: AccessSettings = field(default_factory=AccessSettings)
+    key: ClusterKey | None = None
 
 
 class RouterActor:
@@ -160,7 +166,13 @@ class RouterActor:
             settings.config.ageing is not None,
         )
         self._node = RouterNode(
-            settings.ref, intake, settings.config, settings.prefill_window, settings.bind_host
+            settings.ref,
+            intake,
+            settings.config,
+            settings.prefill_window,
+            settings.bind_host,
+            load_access(settings.access),
+            settings.key,
         )
         found = self._open(self._node)
         self._server = GrpcServer(
@@ -180,7 +192,7 @@ class RouterActor:
         """Bind the doors beside gRPC's that are asked for."""
         doors, limits = self._settings.doors, self._settings.limits
         if doors.metrics is not None:
-            self._metrics = MetricsServer(doors.metrics, node.metrics)
+            self._metrics = MetricsServer(doors.metrics, node.metrics, node.access, node.refusals)
             self._metrics.start()
         if doors.http is not None:
             # Loaded where it is wanted only: FastAPI takes half a second of a router's start.

@@ -14,8 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
+from kvferry.cluster.access.gate import ANYBODY, Caller
+from kvferry.cluster.access.refusals import Refusals
+from kvferry.cluster.access.settings import Access
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.draining import begin_drain, holds_any, serves_any
 from kvferry.cluster.errors import (
@@ -34,13 +38,20 @@ from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.scaling import ROLES, ScaleDone, ScaleOrder, check_counts
-from kvferry.cluster.session import BranchedSession, Session, SessionItem
+from kvferry.cluster.session import (
+    BranchedSession,
+    Session,
+    SessionEnd,
+    SessionItem,
+    TextDelta,
+)
 from kvferry.engine.chat import HelperUnavailable
 from kvferry.engine.chat_pool import MAX_HELPERS
 from kvferry.engine.detokenizer import IncrementalDetokenizer
 from kvferry.engine.request import RequestId, RequestSpec
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker import messages as m
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import Envelope, NodeRef
 from kvferry.worker.network import Network
@@ -66,12 +77,17 @@ class RouterNode:
         config: RouterConfig,
         prefill_window: int,
         bind_host: str = "127.0.0.1",
+        access: Access | None = None,
+        key: ClusterKey | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._network = Network(bind_host, self._from_network)
+        self._network = Network(bind_host, self._from_network, key=key)
+        self.access = access or Access()
         self.intake = intake
         self.router = Router(ref, self._network.address, LeastLoaded(prefill_window), config)
+        self.refusals = Refusals(self.router.recorder, self._loop.call_soon_threadsafe)
         self.descriptions: dict[NodeRef, WorkerDescription] = {}
+        self._tenant_of: dict[RequestId, str] = {}
         self._audits: dict[tuple[NodeRef, int], asyncio.Future[m.AuditReport]] = {}
         self._audit_ids = 0
         self._version = distribution_version("kvferry") or ""
@@ -105,6 +121,20 @@ class RouterNode:
         self.router.worker_died(ref, why, self.clock())
         self._flush()
 
+    async def prepare(self, request: pb.GenerateRequest, caller: Caller = ANYBODY) -> RequestSpec:
+        """Take a caller's request in: its specification, salted as the caller's.
+
+        Raises what ``take_in`` does, and PermissionDenied, and Overloaded beyond a quota.
+        """
+        tenants = self.access.tenants
+        try:
+            tenants.check(caller, request.tenant, self.clock())
+        except Exception as error:  # whatever it is, it is counted and goes on to the door
+            self.refusals.call("a request", caller.name, error)
+            raise
+        spec = await self.take_in(self.intake.prepare, request)
+        return replace(spec, cache_salt=tenants.salt(caller, spec.cache_salt))
+
     async def take_in(self, step: Callable[[Request], T], request: Request) -> T:
         """Run a step of the intake on a thread: one of the few for conversations, or any.
 
@@ -136,9 +166,15 @@ class RouterNode:
             self._num_chats -= 1
 
     def submit(
-        self, spec: RequestSpec, emit: Callable[[SessionItem], None], received_at: float
+        self,
+        spec: RequestSpec,
+        emit: Callable[[SessionItem], None],
+        received_at: float,
+        caller: Caller = ANYBODY,
     ) -> RoutedRequest:
-        """Begin a stream; items for the client go to ``emit``. Raises Overloaded."""
+        """Begin a caller's stream; items for the client go to ``emit``. Raises Overloaded."""
+        if caller.tenant:
+            emit = self._metered(spec.request_id, emit, caller)
         skip = spec.sampling.skip_special_tokens
         sessions = [
             Session(spec, IncrementalDetokenizer(self.intake.tokenizer, skip), emit)
@@ -146,12 +182,32 @@ class RouterNode:
         ]
         session = sessions[0] if len(sessions) == 1 else BranchedSession(sessions, emit)
         try:
+            self.access.tenants.check(caller, "", self.clock())  # others may have come meanwhile
             request = self.router.submit(spec, session, self.clock(), received_at)
         except Exception as error:  # whatever it is, it is counted and goes on to the door
+            self._tenant_of.pop(spec.request_id, None)
             self.router.recorder.rejected(error)
             raise
+        self.access.tenants.used(caller, len(spec.prompt_token_ids), self.clock())
         self._flush()
         return request
+
+    def _metered(
+        self, request_id: RequestId, emit: Callable[[SessionItem], None], caller: Caller
+    ) -> Callable[[SessionItem], None]:
+        """``emit``, where a tenant's tokens are counted, and the request is known as the tenant's
+        until it ends.
+        """
+        self._tenant_of[request_id] = caller.tenant
+
+        def metered(item: SessionItem) -> None:
+            if isinstance(item, TextDelta):
+                self.access.tenants.used(caller, len(item.run.token_ids), self.clock())
+            elif isinstance(item, SessionEnd):
+                self._tenant_of.pop(request_id, None)
+            emit(item)
+
+        return metered
 
     def metrics(self) -> list[Family]:
         """Every metric with its samples now, for whoever exports them; on the loop."""
@@ -159,7 +215,16 @@ class RouterNode:
             ref: WorkerInfo(worker.kernels, worker.isa or "", worker.connectors)
             for ref, worker in self.descriptions.items()
         }
+        self.router.recorder.connections_refused("control", self._network.refused)
         return families(self.router, self.intake.model.name, self._version, infos, self.clock())
+
+    def cancel_for(self, caller: Caller, request_id: str) -> bool:
+        """End a request for who may: those who run the cluster, and its own tenant. To others it is
+        unknown.
+        """
+        if caller.tenant and self._tenant_of.get(RequestId(request_id)) != caller.tenant:
+            return False
+        return self.cancel(request_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a request; False if it is unknown or has ended."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from kvferry.cluster.access.settings import AccessSettings, TenantSettings
+from kvferry.cluster.access.tenants import Tenant
+from kvferry.cluster.access.tls import TlsFiles
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config
+from kvferry.cluster.config_access import salt_of
 from kvferry.cluster.config_schema import RoleConfig
+from kvferry.cluster.config_types import Section
 from kvferry.cluster.devices import gpus_of
 from kvferry.cluster.router_actor import RouterEndpoints, RouterSettings
 from kvferry.cluster.router_config import RouterConfig
@@ -16,11 +23,13 @@ from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.logs import LogSettings
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import WorkerTimes
 
 LOOPBACK = "127.0.0.1"
+S = TypeVar("S", bound=Section)
 
 
 def model_dtype(config: Config) -> ModelDtype:
@@ -70,6 +79,7 @@ def worker_setting(
     role: str,
     ref: NodeRef,
     share: Share,
+    key: ClusterKey | None,
 ) -> WorkerSettings:
     """The settings of one worker."""
     faults = config.transfer.faults
@@ -116,6 +126,7 @@ def worker_setting(
         host_bytes=config.cache.host_tier.memory or 0,
         disk_path=config.cache.host_tier.disk_path,
         disk_bytes=config.cache.host_tier.disk_size or 0,
+        key=key,
     )
 
 
@@ -129,11 +140,49 @@ def log_settings(config: Config) -> LogSettings:
     return LogSettings(config.logging.level.upper(), config.logging.format)
 
 
+def access_settings(config: Config) -> AccessSettings:
+    """Who may call; files by absolute paths, for the router's process has another folder."""
+    tls = config.server.tls
+    files = None
+    if tls.cert is not None and tls.key is not None:
+        client_ca = None if tls.client_ca is None else _absolute(tls.client_ca)
+        files = TlsFiles(_absolute(tls.cert), _absolute(tls.key), client_ca)
+    tokens = config.server.auth.tokens_file
+    tenants = (
+        TenantSettings(
+            Tenant(name, salt_of(name, each), each.tokens_per_s), _absolute(each.key_file)
+        )
+        for name, each in config.tenants.items()
+    )
+    return AccessSettings(files, None if tokens is None else _absolute(tokens), tuple(tenants))
+
+
+def absolute_paths(config: Config) -> Config:
+    """The same, with the files of who may call by absolute paths: whoever starts the router may be
+    in another folder.
+    """
+    tls = _with_absolute(config.server.tls, "cert", "key", "client_ca")
+    auth = _with_absolute(config.server.auth, "tokens_file")
+    server = config.server.model_copy(update={"tls": tls, "auth": auth})
+    tenants = {name: _with_absolute(each, "key_file") for name, each in config.tenants.items()}
+    return config.model_copy(update={"server": server, "tenants": tenants})
+
+
+def _with_absolute(section: S, *keys: str) -> S:
+    given = {key: path for key in keys if (path := getattr(section, key)) is not None}
+    return section.model_copy(update={key: _absolute(path) for key, path in given.items()})
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def router_settings(
     config: Config,
     model_folder: Path,
     ref: NodeRef,
     doors: RouterEndpoints,
+    key: ClusterKey | None,
     bind_host: str = LOOPBACK,
 ) -> RouterSettings:
     """The router's settings, listening at its ``doors``, and for workers at ``bind_host``."""
@@ -160,4 +209,6 @@ def router_settings(
             config.server.keepalive_timeout,
             config.server.slow_client_limit,
         ),
+        access=access_settings(config),
+        key=key,
     )

@@ -10,6 +10,7 @@ A connector does not know requests, tokens or roles. Leases are kept by ``kv_tra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -188,6 +189,10 @@ class KVConnector(Protocol):
 
     def local_info(self) -> PeerInfo:
         """This worker's own description, to be given to peers."""
+        ...
+
+    def refused(self) -> Counter[str]:
+        """Readers that were refused since the start, by reason; on any thread."""
         ...
 
     def digest(self, block_id: int) -> int:

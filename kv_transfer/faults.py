@@ -120,6 +120,10 @@ class FaultyConnector:
         """The inner connector's description."""
         return self._inner.local_info()
 
+    def refused(self) -> Counter[str]:
+        """The inner connector's refusals."""
+        return self._inner.refused()
+
     def digest(self, block_id: int) -> int:
         """Digest of an own block, never falsified."""
         return self._inner.digest(block_id)

@@ -14,8 +14,8 @@ class HandshakeRefused(TransferFailed):
     """A handshake did not come about; names why.
 
     Attributes:
-        reason: the counter's key: foreign_uid, malformed, oversized, slow, wrong_receiver,
-            incompatible, crowded.
+        reason: the counter's key: foreign_uid, unauthenticated, malformed, oversized, slow,
+            wrong_receiver, incompatible, crowded.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -7,6 +7,7 @@ Pools are found in a ``LocalFabric`` instead of through a socket; a worker can b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,6 +150,10 @@ class LocalConnector:
     def local_info(self) -> PeerInfo:
         """This worker's own description, to be given to peers."""
         return self._info
+
+    def refused(self) -> Counter[str]:
+        """Nobody is: there is no door here."""
+        return Counter()
 
     def digest(self, block_id: int) -> int:
         """64-bit digest of an own block's bytes."""

@@ -6,6 +6,7 @@ rest. A worker describes itself with one endpoint per connector.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -110,6 +111,10 @@ class MultiConnector:
     def local_info(self) -> PeerInfo:
         """This worker's own description, with every endpoint."""
         return self._info
+
+    def refused(self) -> Counter[str]:
+        """Readers that any of them has refused, by reason."""
+        return sum((each.refused() for each in self._connectors.values()), Counter[str]())
 
     def digest(self, block_id: int) -> int:
         """64-bit digest of an own block's bytes."""

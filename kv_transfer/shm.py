@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -149,6 +150,10 @@ class ShmConnector:
     def local_info(self) -> PeerInfo:
         """This worker's own description, to be given to peers."""
         return self.server.info
+
+    def refused(self) -> Counter[str]:
+        """Readers that this source has refused, by reason."""
+        return self.server.refused.copy()
 
     def digest(self, block_id: int) -> int:
         """64-bit digest of an own block's bytes."""

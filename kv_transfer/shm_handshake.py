@@ -13,6 +13,7 @@ counted, and leaves no state. Knows nothing of blocks.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import selectors
@@ -32,6 +33,8 @@ from kvferry.kv_transfer.handshake import (
     unpack_message,
 )
 from kvferry.kv_transfer.peer_codec import decode_peer_info, encode_peer_info
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -151,7 +154,7 @@ class HandshakeServer:
             connection.setblocking(False)
             self._admit(connection)
         except HandshakeRefused as refusal:
-            self.refused[refusal.reason] += 1
+            self._note(refusal)
             connection.close()
         except OSError:
             self.refused["failed"] += 1
@@ -170,7 +173,7 @@ class HandshakeServer:
         try:
             self._answer(connection)
         except HandshakeRefused as refusal:
-            self.refused[refusal.reason] += 1
+            self._note(refusal)
             self._say_refused(connection, refusal)
         except Exception:  # the boundary of the loop: one handshake must not end the others
             self.refused["failed"] += 1
@@ -197,8 +200,13 @@ class HandshakeServer:
     def _refuse_slow(self) -> None:
         now = time.monotonic()
         for connection in [c for c, deadline in self._deadlines.items() if deadline <= now]:
-            self.refused["slow"] += 1
+            self._note(HandshakeRefused("slow", "its handshake has taken too long"))
             self._drop(connection)
+
+    def _note(self, refusal: HandshakeRefused) -> None:
+        """Count and log a refusal."""
+        self.refused[refusal.reason] += 1
+        logger.warning("refused a reader on this host (%s): %s", refusal.reason, refusal)
 
     def _drop(self, connection: socket.socket) -> None:
         del self._deadlines[connection]

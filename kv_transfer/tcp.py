@@ -8,6 +8,7 @@ Both ends are in this class, for every worker is source and reader. The source's
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.kv_cache.layout import KVCacheLayout
@@ -43,8 +44,8 @@ class TcpConnector:
     All calls come from one thread, and only ``connect`` waits, ``connect_timeout_s`` at most. A
     daemon thread of ``TcpSource`` serves readers; it touches the pool's memory alone.
 
-    The stream is neither encrypted nor authenticated: bind it to a network that only the cluster
-    uses.
+    With ``key`` both ends must show that they know it before they say anything else. The stream
+    itself is neither encrypted nor signed: bind it to a network that only the cluster uses.
 
     Attributes:
         source, served: the counters of handshakes and of blocks sent.
@@ -72,6 +73,7 @@ class TcpConnector:
         max_pending_handshakes: int = 32,
         max_connections: int = 256,
         socket_buffer_bytes: int | None = None,
+        key: bytes | None = None,
         tamper: Tamper | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,7 +95,7 @@ class TcpConnector:
         self._next_id = 1
         self._closed = False
         self._dial_options = DialOptions(
-            connect_timeout_s, silence_timeout_s, socket_buffer_bytes, clock
+            connect_timeout_s, silence_timeout_s, socket_buffer_bytes, clock, key
         )
         info = PeerInfo(
             worker_id=worker_id,
@@ -120,6 +122,7 @@ class TcpConnector:
                 max_connections,
                 socket_buffer_bytes,
             ),
+            key=key,
             clock=clock,
         )
 
@@ -135,6 +138,10 @@ class TcpConnector:
     def local_info(self) -> PeerInfo:
         """This worker's own description, to be given to peers."""
         return self.source.info
+
+    def refused(self) -> Counter[str]:
+        """Readers that this source has refused, by reason."""
+        return self.source.refused.copy()
 
     def digest(self, block_id: int) -> int:
         """64-bit digest of an own block's bytes."""

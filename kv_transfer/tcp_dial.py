@@ -1,6 +1,7 @@
 """A reader's way to a source: connect, say whom it means, hear who answers; never blocking.
 
-Owns a connection until it is greeted. Knows nothing of blocks.
+Owns a connection until it is greeted. With a cluster key both ends prove that they know it, the
+source first. Knows nothing of blocks.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry.kv_transfer.authentication import NONCE_BYTES, ReaderSide
 from kvferry.kv_transfer.compatibility import check_compatible, check_identity
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused
 from kvferry.kv_transfer.tcp_wire import (
     MAX_MESSAGE_BYTES,
+    VERSION,
     Hello,
     decode_reply,
-    encode_hello,
+    frame,
+    hello_packet,
     parse_address,
     take_message,
     tune,
@@ -35,12 +39,14 @@ class DialOptions:
         connect_timeout_s: for connection and handshake together.
         silence_timeout_s: after which a source whose host does not answer is given up.
         socket_buffer_bytes: fixed kernel buffers; None lets them size themselves.
+        key: the cluster's, which both ends must know; None: they need not.
     """
 
     connect_timeout_s: float = 1.0
     silence_timeout_s: float = 20.0
     socket_buffer_bytes: int | None = None
     clock: Callable[[], float] = time.monotonic
+    key: bytes | None = field(default=None, repr=False)
 
 
 class Dial:
@@ -53,7 +59,11 @@ class Dial:
         self._ours = ours
         self._options = options
         self._deadline = options.clock() + options.connect_timeout_s
-        self._unsent = encode_hello(Hello((wanted.worker_id, wanted.epoch), ours))
+        self._hello = hello_packet(Hello((wanted.worker_id, wanted.epoch), ours))
+        key = options.key
+        self._proving = None if key is None else ReaderSide(key, os.urandom(NONCE_BYTES))
+        first = self._hello if self._proving is None else self._proving.knock(VERSION)
+        self._unsent = frame(first)
         self._received = bytearray()
         family, address = parse_address(wanted.address)
         self.connection = socket.socket(family, socket.SOCK_STREAM)
@@ -99,14 +109,22 @@ class Dial:
                 raise OSError(code, os.strerror(code))
             self._connecting = False
         try:
-            while self._unsent:
-                self._unsent = self._unsent[self.connection.send(self._unsent) :]
-            return self._hear()
+            self._send()
+            if self._proving is not None:
+                signed = self._proving.signed(VERSION, self._hear(), self._hello)
+                self._proving = None
+                self._unsent = frame(signed)
+                self._send()
+            return self._greeting(self._hear())
         except BlockingIOError:
             return None
 
-    def _hear(self) -> PeerInfo:
-        """The greeting; BlockingIOError while it is not complete."""
+    def _send(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self.connection.send(self._unsent) :]
+
+    def _hear(self) -> bytes:
+        """The next message; BlockingIOError while it is not complete."""
         while (packet := take_message(self._received)) is None:
             data = self.connection.recv(MAX_MESSAGE_BYTES)
             if not data:
@@ -114,6 +132,9 @@ class Dial:
             self._received += data
         if self._received:
             raise HandshakeRefused("malformed", "the source spoke before it was asked")
+        return packet
+
+    def _greeting(self, packet: bytes) -> PeerInfo:
         info = decode_reply(packet)
         check_identity(self._wanted, info)
         check_compatible(self._ours, info, same_host=False)

@@ -2,12 +2,14 @@
 
 Owns the listener and the connections; ``tcp_sender`` decides what each of them sends. Whatever
 knocks, the door stays open for the next: a handshake that is malformed, oversized, slow, meant for
-another life or from an incompatible pool is refused, counted, and leaves no state.
+another life or from an incompatible pool is refused, counted, and leaves no state. With a cluster
+key, who does not show that it knows it is refused before it is told or asked anything.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import selectors
 import socket
@@ -18,19 +20,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from kvferry.kv_transfer.authentication import NONCE_BYTES, SourceSide
 from kvferry.kv_transfer.compatibility import check_compatible
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused
 from kvferry.kv_transfer.tcp_sender import BlockSender, ServedPool
 from kvferry.kv_transfer.tcp_wire import (
+    VERSION,
     BrokenStream,
     decode_hello,
     encode_refusal,
     encode_welcome,
     format_address,
+    frame,
     take_message,
     tune,
 )
+
+logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 128
 ACCEPT_RETRY_S = 0.05  # pause after a failed accept, which out of descriptors would repeat at once
@@ -59,11 +66,14 @@ class SourceLimits:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A connection. ``deadline`` ends its handshake; None once it is greeted."""
+    """A connection. ``deadline`` ends its handshake; None once it is greeted. ``proving`` until it
+    has shown that it knows the key.
+    """
 
     connection: socket.socket
     sender: BlockSender
     deadline: float | None
+    proving: SourceSide | None
     interest: int = selectors.EVENT_READ
     received: bytearray = field(default_factory=bytearray)
 
@@ -87,12 +97,14 @@ class TcpSource:
         port: int = 0,
         advertise_host: str | None = None,
         limits: SourceLimits,
+        key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.answered = 0
         self.refused: Counter[str] = Counter()
         self._pool = pool
         self._limits = limits
+        self._key = key
         self._clock = clock
         self._readers: list[_Reader] = []
         self._accept_again_at: float | None = None
@@ -157,7 +169,7 @@ class TcpSource:
         try:
             self._admit(connection)
         except HandshakeRefused as refusal:
-            self.refused[refusal.reason] += 1
+            self._note(connection, refusal.reason, str(refusal))
             connection.close()
         except OSError:
             self.refused["failed"] += 1
@@ -171,7 +183,8 @@ class TcpSource:
             raise HandshakeRefused("crowded", "too many connections are open: try again")
         tune(connection, limits.silence_timeout_s, limits.socket_buffer_bytes)
         deadline = self._clock() + limits.handshake_timeout_s
-        reader = _Reader(connection, BlockSender(self._pool), deadline)
+        proving = None if self._key is None else SourceSide(self._key, os.urandom(NONCE_BYTES))
+        reader = _Reader(connection, BlockSender(self._pool), deadline, proving)
         self._selector.register(connection, reader.interest, reader)
         self._readers.append(reader)
 
@@ -189,11 +202,11 @@ class TcpSource:
         try:
             yield
         except HandshakeRefused as refusal:
-            self.refused[refusal.reason] += 1
+            self._note(reader.connection, refusal.reason, str(refusal))
             self._say_refused(reader, refusal)
             self._drop(reader)
-        except BrokenStream:
-            self.refused["malformed"] += 1
+        except BrokenStream as error:
+            self._note(reader.connection, "malformed", str(error))
             self._drop(reader)
         except OSError:  # it has hung up or is gone
             self._drop(reader)
@@ -207,7 +220,9 @@ class TcpSource:
         except BlockingIOError:
             return
         if not data and reader.deadline is not None:
-            raise HandshakeRefused("malformed", "the reader hung up before its hello was complete")
+            challenged = reader.proving is not None and reader.proving.has_challenged
+            reason = "unauthenticated" if challenged else "malformed"
+            raise HandshakeRefused(reason, "the reader hung up before its hello was complete")
         if not data:
             raise ConnectionResetError("the reader hung up")
         reader.received += data
@@ -217,10 +232,16 @@ class TcpSource:
             reader.sender.feed(reader.received)
 
     def _greet(self, reader: _Reader) -> None:
-        """Answer the hello once all of it is there."""
+        """Answer the next message of the handshake once all of it is there."""
         packet = take_message(reader.received)
         if packet is None:
             return
+        if reader.proving is not None:
+            if not reader.proving.has_challenged:
+                _say(reader, reader.proving.challenge(VERSION, packet))
+                return
+            packet = reader.proving.opened(packet)
+            reader.proving = None
         hello = decode_hello(packet)
         ourselves = (self.info.worker_id, self.info.epoch)
         if hello.source != ourselves:
@@ -254,8 +275,13 @@ class TcpSource:
         now = self._clock()
         for reader in list(self._readers):
             if reader.deadline is not None and reader.deadline <= now:
-                self.refused["slow"] += 1
+                self._note(reader.connection, "slow", "its handshake has taken too long")
                 self._drop(reader)
+
+    def _note(self, connection: socket.socket, reason: str, why: str) -> None:
+        """Count and log a refusal."""
+        self.refused[reason] += 1
+        logger.warning("refused a reader at %s (%s): %s", _name_of(connection), reason, why)
 
     def _resume_accepting(self) -> None:
         if self._accept_again_at is not None and self._accept_again_at <= self._clock():
@@ -266,6 +292,22 @@ class TcpSource:
         self._readers.remove(reader)
         self._selector.unregister(reader.connection)
         reader.connection.close()
+
+
+def _say(reader: _Reader, packet: bytes) -> None:
+    """A message of a handshake, which a fresh connection takes whole."""
+    said = frame(packet)
+    if reader.connection.send(said) != len(said):
+        raise BrokenStream("the reader does not take the challenge")
+
+
+def _name_of(connection: socket.socket) -> str:
+    """The other end's address, as far as it is still known."""
+    try:
+        host, port = connection.getpeername()[:2]
+        return format_address(host, port)
+    except OSError:
+        return "an end that is gone"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 ::
 
+    (where there is a cluster key: the two messages of ``authentication``, then, behind its proof:)
     reader -> source   one message: whom it means, and its own description
     source -> reader   one message: the source's description, or why it refuses
     reader -> source   REQUEST, REQUEST, …              one per block, as many at once as it likes
@@ -111,10 +112,15 @@ def take_message(received: bytearray) -> bytes | None:
     return packet
 
 
-def encode_hello(hello: Hello) -> bytes:
-    """``hello`` as it travels."""
+def hello_packet(hello: Hello) -> bytes:
+    """``hello`` as a message that is not framed yet."""
     reader = encode_peer_info(hello.reader)
-    return frame(pack_message(VERSION, {"source": list(hello.source), "reader": reader}))
+    return pack_message(VERSION, {"source": list(hello.source), "reader": reader})
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """``hello`` as it travels where there is no key."""
+    return frame(hello_packet(hello))
 
 
 def decode_hello(packet: bytes) -> Hello:

@@ -57,6 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line reads these; a developer's shell must not change what a test sees."""
-    for name in ("KVFERRY_ENDPOINT", "KVFERRY_ISA", "KVFERRY_KERNELS", "KVFERRY_LOG"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("ENDPOINT", "ISA", "KERNELS", "LOG", "TOKEN", "TLS_CA", "TLS_CERT", "TLS_KEY"):
+        monkeypatch.delenv(f"KVFERRY_{name}", raising=False)
     yield

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from kvferry.cluster.access.settings import AccessSettings, load_access
 from kvferry.cluster.grpc_server import GrpcServer
 from kvferry.cluster.http_door.server import HttpServer
 from kvferry.cluster.intake import Intake, ServedModel
+from kvferry.cluster.metrics.endpoint import MetricsServer
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.router_node import RouterNode
@@ -41,6 +43,7 @@ from kvferry.kv_transfer.memory import allocate_shared
 from kvferry.kv_transfer.shm import ShmConnector
 from kvferry.prefill_worker.role import PrefillRole
 from kvferry.protos import kvferry_pb2 as pb
+from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import AuditReport, Member, NodeRef, Role
 from kvferry.worker.process import WorkerProcess
@@ -52,6 +55,7 @@ from tests.fakes import STUB_VOCAB, StubRunner, stub_layout
 LONG_S = 60.0  # a bound that only a fault exceeds
 POLL_S = 0.005
 BLOCK = 4
+KEY = ClusterKey(bytes(range(SECRET_BYTES)))
 MODEL = ModelConfig(
     name="stub",
     revision="1",
@@ -169,7 +173,7 @@ def start_worker(
     for role in roles:
         worker.attach(PrefillRole(worker) if role is Role.PREFILL else DecodeRole(worker))
     died = threading.Event()
-    process = WorkerProcess(worker, "127.0.0.1", audit_every_step, died.set)
+    process = WorkerProcess(worker, "127.0.0.1", audit_every_step, died.set, KEY)
     process.start()
     member = Member(ref, tuple(roles), process.address, connector.local_info())
     description = WorkerDescription(
@@ -215,6 +219,8 @@ class Stack:
     audit_every_step: bool = False
     wait_ready: bool = True
     http: bool = False
+    metrics: bool = False
+    access: AccessSettings = field(default_factory=AccessSettings)
 
     def __post_init__(self) -> None:
         self.workers: dict[str, StackWorker] = {}
@@ -294,8 +300,20 @@ class Stack:
             secrets.randbits,
         )
         self.node = RouterNode(
-            NodeRef("router-0", 1), intake, self.router_config, self.prefill_window
+            NodeRef("router-0", 1),
+            intake,
+            self.router_config,
+            self.prefill_window,
+            access=load_access(self.access),
+            key=KEY,
         )
+        self.metrics_server: MetricsServer | None = None
+        if self.metrics:
+            node = self.node
+            self.metrics_server = MetricsServer(
+                "127.0.0.1:0", node.metrics, node.access, node.refusals
+            )
+            self.metrics_server.start()
         self.http_server = HttpServer(self.node, "127.0.0.1:0", self.limits) if self.http else None
         http = () if self.http_server is None else (self.http_server.endpoint,)
         others = pb.Endpoints(http=http)
@@ -307,6 +325,8 @@ class Stack:
             self.url = f"http://{self.http_server.endpoint}"
 
     async def _stop(self) -> None:
+        if self.metrics_server is not None:
+            await asyncio.to_thread(self.metrics_server.stop)
         if self.http_server is not None:
             await self.http_server.stop(0.0)
         await self.server.stop(0.0)

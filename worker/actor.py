@@ -62,7 +62,11 @@ class WorkerActor:
         for role in self._roles:
             worker.attach(role(worker))
         self._process = WorkerProcess(
-            worker, self._settings.host, self._settings.audit_every_step, self._end
+            worker,
+            self._settings.host,
+            self._settings.audit_every_step,
+            self._end,
+            self._settings.key,
         )
         self._process.start()
         info = worker.connector.local_info()

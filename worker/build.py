@@ -51,6 +51,7 @@ from kvferry.kv_transfer.choosing import AUTO
 from kvferry.kv_transfer.connector import KVConnector
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.connectors import make_connector
 from kvferry.worker.device_parts import TransferOptions, make_device_parts
 from kvferry.worker.disk_folder import HEADER_BYTES, DiskFolder
@@ -105,6 +106,7 @@ class WorkerSettings:
         faults: what to inject into transfers, for trials.
         host_bytes: memory of the host tier; 0 for none.
         disk_path, disk_bytes: the folder that it may use beside that, and how much of it.
+        key: what every other node must know; None: anybody may send messages and read blocks.
     """
 
     ref: NodeRef
@@ -137,6 +139,7 @@ class WorkerSettings:
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int = 0
+    key: ClusterKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,7 @@ def _host_parts(
         max_in_flight_blocks=settings.max_in_flight_blocks,
         faults=settings.faults,
         match_unit=settings.match_unit or 0,
+        key=None if settings.key is None else settings.key.for_blocks(),
     )
     runner = TorchModelRunner(
         model,
@@ -282,6 +286,7 @@ def _device_parts(
         settings.staging_blocks,
         settings.faults,
         settings.match_unit or 0,
+        None if settings.key is None else settings.key.for_blocks(),
     )
     made = make_device_parts(
         device, model, layout, num_blocks, settings.scheduler, settings.ref, model_id, options

@@ -21,7 +21,7 @@ from kvferry.kv_cache.errors import KVFerryError
 from kvferry.worker import messages
 from kvferry.worker.messages import Body, Envelope
 
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 64 << 20
 
 

@@ -30,6 +30,7 @@ def make_connector(
     max_in_flight_blocks: int = 64,
     faults: FaultPlan | None = None,
     match_unit: int = 0,
+    key: bytes | None = None,
 ) -> KVConnector:
     """Shared memory for peers on this host, TCP for others; or the one that is ``configured``.
 
@@ -45,6 +46,7 @@ def make_connector(
             another size, as many as have their bytes.
         faults: what to inject into reads, for trials.
         match_unit: tokens per value of the worker's hash chains; 0 means the block size.
+        key: what TCP peers must know; None: they need not. On one host the kernel vouches for them.
     """
     in_flight_bytes = max_in_flight_blocks * layout.block_bytes()
 
@@ -75,6 +77,7 @@ def make_connector(
             bytes_per_poll=in_flight_bytes,
             max_in_flight_bytes=in_flight_bytes,
             connect_timeout_s=CONNECT_TIMEOUT_S,
+            key=key,
         )
 
     kinds: dict[str, tuple[Callable[[], TamperableConnector], ...]] = {

@@ -6,7 +6,7 @@ them and the connectors. Knows the device only by its protocol.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.engine.device.protocol import Device
 from kvferry.engine.device.runner import DeviceModelRunner, num_scratch_blocks
@@ -29,6 +29,7 @@ class TransferOptions:
     """How a worker's blocks move; see ``worker.connectors.make_connector``.
 
     ``staging_blocks`` are the slots of pinned memory for reading, and as many for publishing.
+    ``key``: what TCP peers must know; None: they need not.
     """
 
     configured: str = AUTO
@@ -38,6 +39,7 @@ class TransferOptions:
     staging_blocks: int = 128
     faults: FaultPlan | None = None
     match_unit: int = 0
+    key: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def make_device_parts(
         max_in_flight_blocks=transfer.max_in_flight_blocks,
         faults=transfer.faults,
         match_unit=transfer.match_unit,
+        key=transfer.key,
     )
     outward = Slots(staging, pinned, range(count), device.stream())
     inward = Slots(staging, pinned, range(count, 2 * count), device.stream())

@@ -2,8 +2,9 @@
 
 Owns a PULL socket that every other node pushes to, and one PUSH socket per address it sends to.
 Sending never blocks the caller: messages go through a bounded outbox, and what a full socket does
-not take is dropped and counted (the lists heal it). Knows envelopes only as bytes with a
-destination; does not know what any message means.
+not take is dropped and counted (the lists heal it). With a cluster key both are encrypted and
+authenticated (``worker.curve``). Knows envelopes only as bytes with a destination; does not know
+what any message means.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.codec import MAX_MESSAGE_BYTES, BadMessage, decode, encode
+from kvferry.worker.curve import DoorKeeper, dress
 from kvferry.worker.messages import Envelope
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class Network:
         bind_host: interface to listen on.
         on_envelope: called on the network thread for every message that decodes.
         beats: asked every ``beat_period`` seconds for heartbeats to send.
+        key: what every peer must know; None: anybody who reaches the address may send.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Network:
         on_envelope: Callable[[Envelope], None],
         beats: Callable[[], Iterable[Outgoing]] | None = None,
         beat_period: float = 0.5,
+        key: ClusterKey | None = None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
         self._on_envelope = on_envelope
@@ -53,6 +58,10 @@ class Network:
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.LINGER, 0)
         self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._keys = None if key is None else key.for_messages()
+        self._keeper: DoorKeeper | None = None
+        if self._keys is not None:
+            self._keeper = DoorKeeper(self._context, self._pull, self._keys)
         port = self._pull.bind_to_random_port(f"tcp://{bind_host}")
         self.address = f"tcp://{bind_host}:{port}"
         self._push: dict[str, tuple[zmq.Socket[bytes], float]] = {}
@@ -60,6 +69,11 @@ class Network:
         self._stopping = False
         self._ending = threading.Lock()  # nobody writes to ``_wake`` once it may be closed
         self._thread = threading.Thread(target=self._run, name="kvferry-network", daemon=True)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections that were refused since the start, by reason."""
+        return Counter() if self._keeper is None else self._keeper.refused.copy()
 
     def start(self) -> None:
         """Begin to receive and send."""
@@ -95,6 +109,9 @@ class Network:
         poller = zmq.Poller()
         poller.register(self._pull, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        guards = () if self._keeper is None else self._keeper.sockets
+        for guard in guards:
+            poller.register(guard, zmq.POLLIN)
         next_beat = 0.0
         while not self._stopping:
             now = time.monotonic()
@@ -102,6 +119,9 @@ class Network:
             ready = dict(poller.poll(int(wait * 1000) + 1))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            for guard in guards:
+                if guard in ready and self._keeper is not None:
+                    self._keeper.attend(guard)
             if self._pull in ready:
                 self._receive_all()
             if self._beats is not None and time.monotonic() >= next_beat:
@@ -146,6 +166,8 @@ class Network:
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 200)
             socket.setsockopt(zmq.SNDHWM, 10_000)
+            if self._keys is not None:
+                dress(socket, self._keys)
             try:
                 socket.connect(address)
             except zmq.ZMQError:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.messages import Envelope, WorkerHeartbeat
 from kvferry.worker.network import Network, Outgoing
 from kvferry.worker.worker import Worker
@@ -32,6 +33,7 @@ class WorkerProcess:
         bind_host: str = "127.0.0.1",
         audit_every_step: bool = False,
         on_death: Callable[[], None] | None = None,
+        key: ClusterKey | None = None,
     ) -> None:
         self._worker = worker
         self._audit_every_step = audit_every_step
@@ -42,7 +44,7 @@ class WorkerProcess:
         self._turn_began: float | None = None
         self._stopping = threading.Event()
         self._network = Network(
-            bind_host, self._inbox.put, self._heartbeats, worker.times.heartbeat
+            bind_host, self._inbox.put, self._heartbeats, worker.times.heartbeat, key
         )
         self._engine_thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
@@ -66,16 +68,27 @@ class WorkerProcess:
         self._worker.close()
 
     def _heartbeats(self) -> Iterable[Outgoing]:
-        """The latest load, with the age of the running step; on the network thread."""
+        """The latest load, with the age of the running step and what the doors have refused; on
+        the network thread.
+        """
         if not self._engine_thread.is_alive():
             return []
         began = self._turn_began
         age = None if began is None else time.monotonic() - began
         return [
-            (address, replace(envelope, body=replace(envelope.body, step_age_s=age)))
+            (address, replace(envelope, body=self._with_refusals(envelope.body, age)))
             for address, envelope in self._beats
             if isinstance(envelope.body, WorkerHeartbeat)
         ]
+
+    def _with_refusals(self, beat: WorkerHeartbeat, age: float | None) -> WorkerHeartbeat:
+        readers = {"unauthenticated": 0, **self._worker.connector.refused()}
+        doors = (("control", self._network.refused), ("kv", readers))
+        refused = tuple(
+            (port, reason, count) for port, counter in doors for reason, count in counter.items()
+        )
+        tallies = replace(beat.load.tallies, connections_refused=refused)
+        return replace(beat, step_age_s=age, load=replace(beat.load, tallies=tallies))
 
     def _run(self) -> None:
         try:

@@ -126,6 +126,7 @@ class WorkerTallies:
         refused: messages and acknowledgements that were refused, by kind.
         num_leases_expired: leases ended because their reader had stalled.
         transfers: one per connector that has read.
+        connections_refused: (port, reason, number) of those that never became a peer's.
     """
 
     number: int = 0
@@ -134,6 +135,7 @@ class WorkerTallies:
     refused: tuple[tuple[str, int], ...] = ()
     num_leases_expired: int = 0
     transfers: tuple[TransferTally, ...] = ()
+    connections_refused: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ _LARGE = frozenset(
     | {"recomputed_tokens_preemption", "recomputed_tokens_recovery"}
     | {"num_evictions", "num_cow_copies", "preemptions_recompute", "preemptions_offload"}
     | {"num_kv_events", "first", "next_event", "num_moved", "num_leases_expired"}
-    | {"bucket_counts", "failures", "refused"}
+    | {"bucket_counts", "failures", "refused", "connections_refused"}
     | {"bytes_moved", "block_bytes", "queued_tokens", "num_preemptions", "stale_refused"}
 )
 _MAY_BE_NEGATIVE = frozenset(
@@ -243,5 +243,5 @@ def _load(load: LoadReport) -> Iterator[str]:
         if len(found.bucket_counts) not in (0, len(bounds) + 1):
             yield f"bucket_counts: {len(found.bucket_counts)}, wanted {len(bounds) + 1}"
     kinds = (tallies.refused, tallies.transfers, *(t.failures for t in tallies.transfers))
-    if max(map(len, kinds)) > MAX_KINDS:
+    if max(map(len, (*kinds, tallies.connections_refused))) > MAX_KINDS:
         yield f"tallies: more than {MAX_KINDS} kinds"

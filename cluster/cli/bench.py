@@ -15,7 +15,13 @@ from kvferry.cluster.bench_serve import bench_json, bench_serve
 from kvferry.cluster.cli import bench_local
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, people, positive
+from kvferry.cluster.cli.flags import (
+    add_endpoint,
+    add_json,
+    people,
+    positive,
+    security_of,
+)
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.closed_loop import Workload
 from kvferry.cluster.reports.common import Json
@@ -64,6 +70,7 @@ def run_serve(args: argparse.Namespace) -> Result:
         num_requests=args.num_requests,
         seed=args.seed,
     )
+    security = security_of(args)
     with ProgressLine(quiet=args.json) as line:
 
         def progress(repeat: int, ended: int) -> None:
@@ -83,6 +90,7 @@ def run_serve(args: argparse.Namespace) -> Result:
                 args.repeats,
                 progress,
                 measure if args.roof else None,
+                security=security,
             )
         )
     fields = bench_json(bench)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvferry.cluster.cli.command import Command, Result, RunFailed
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, people
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people, security_of
 from kvferry.cluster.client import Client
 from kvferry.cluster.errors import UnknownRequest
 from kvferry.cluster.reports.documents import pools_json
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Audit and show; pools whose counts do not agree with their owners are a failure."""
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, security=security_of(args)) as client:
         audit = client.audit(args.worker, include_blocks=args.json)
     if args.worker and not audit.pools:
         raise UnknownRequest(f"no worker {args.worker!r}; 'kvferry status' lists them")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.cluster.cli.blocks import CLASSES, inconsistency
-from kvferry.cluster.cli.command import Command, Result, RunFailed
+from kvferry.cluster.cli.command import Command, Result, RunFailed, UsageError
 from kvferry.cluster.cli.demo_view import DemoView
 from kvferry.cluster.cli.document import Document
 from kvferry.cluster.cli.flags import add_cluster, add_json, cluster_overrides, people
@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> Result:
     """Start, serve the prompts at the same time, audit, stop."""
     overrides = {**cluster_overrides(args), "server.grpc": "127.0.0.1:0"}
     config = load_config(args.config, overrides)
+    if config.is_locked:
+        raise UsageError(
+            "server.tls, server.auth and tenants are for kvferry serve: a demo serves nobody but "
+            "itself; leave them out"
+        )
     view = DemoView(people(args))
     with StopSignals() as signals:
         with ProgressLine(quiet=args.json, on_news=signals.check) as progress:

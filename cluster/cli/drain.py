@@ -6,7 +6,7 @@ import argparse
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, people
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people, security_of
 from kvferry.cluster.client import Client
 
 
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     """Drain and say so; the worker takes nothing new, finishes what it has, and is ended."""
     people(args).print(f"draining {args.worker}: its streams finish, nothing new is placed there")
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, security=security_of(args)) as client:
         client.drain(args.worker, timeout_s=args.timeout)
     people(args).print(f"{args.worker} holds nothing any more and is ended")
     return Result(fields={"worker_id": args.worker})

@@ -6,11 +6,18 @@ import argparse
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from kvferry.cluster.cli.command import UsageError
+
+if TYPE_CHECKING:
+    from kvferry.cluster.client_security import ClientSecurity
+
+TOKEN_VARIABLE = "KVFERRY_TOKEN"
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 WIDTH = 200
 
@@ -31,6 +38,38 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("KVFERRY_ENDPOINT") or DEFAULT_ENDPOINT,
         help="gRPC address of the cluster, or set KVFERRY_ENDPOINT (default: %(default)s)",
     )
+    add_security(parser)
+
+
+def add_security(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """What a server with TLS or tokens asks for; never a secret itself."""
+    for flag, text in (
+        ("--tls-ca", "PEM file of who has signed the server's certificate; speaks TLS"),
+        ("--tls-cert", "PEM file of the client's own certificate"),
+        ("--tls-key", "PEM file of its key"),
+    ):
+        variable = f"KVFERRY_{flag[2:].replace('-', '_').upper()}"
+        parser.add_argument(
+            flag,
+            metavar="FILE",
+            default=os.environ.get(variable) or None,
+            help=f"{text}, or set {variable} (default: none)",
+        )
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help=f"environment variable that holds the token (default: {TOKEN_VARIABLE}, if it is set)",
+    )
+
+
+def security_of(args: argparse.Namespace) -> ClientSecurity:
+    """What the flags of ``add_security`` and the environment say. Raises UsageError."""
+    token = os.environ.get(args.token_env or TOKEN_VARIABLE) or None
+    if args.token_env and token is None:
+        raise UsageError(f"--token-env: got {args.token_env}, which is not set")
+    module = import_module("kvferry.cluster.client_security")  # grpc: not for help
+    made: ClientSecurity = module.ClientSecurity(args.tls_ca, args.tls_cert, args.tls_key, token)
+    return made
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import time
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, json_objects
+from kvferry.cluster.cli.flags import add_endpoint, add_json, json_objects, security_of
 from kvferry.cluster.cli.logprobs_view import show_logprobs
 from kvferry.cluster.cli.sampling_flags import add_sampling, sampling_options
 from kvferry.cluster.cli.signals import CancelOnInterrupt
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Result:
     one = options.get("n", 1) == 1
     stream: GenerateStream | None = None
     error: KVFerryError | KeyboardInterrupt | None = None
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, security=security_of(args)) as client:
         try:
             stream = client.generate(None if "chat" in options else args.prompt, **options)
             with stream, CancelOnInterrupt(stream.close) as interrupt:

@@ -13,11 +13,12 @@ from importlib import import_module
 from kvferry.cluster.cli import loadgen_report, loadgen_sweep
 from kvferry.cluster.cli.command import Command, Result, UsageError
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_json, people
+from kvferry.cluster.cli.flags import add_json, people, security_of
 from kvferry.cluster.cli.loadgen_flags import configure_run, settings_of
 from kvferry.cluster.cli.loadgen_loop import event_loop
 from kvferry.cluster.cli.loadgen_view import show
 from kvferry.cluster.cli.progress import ProgressLine
+from kvferry.cluster.client_security import ClientSecurity
 from kvferry.cluster.loadgen.document import FIELDS, document_fields
 from kvferry.cluster.loadgen.grpc_target import GrpcTarget
 from kvferry.cluster.loadgen.run import Run, run_load
@@ -73,7 +74,7 @@ def run_one(args: argparse.Namespace) -> Result:
             name = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {run.settings.repeats}"
             line.stage(name, ended, total, detail=f"{ended}/{total} ended, {in_flight} in flight")
 
-        opener = _opener(run.settings, args.api_key_env)
+        opener = _opener(run.settings, args.api_key_env, security_of(args))
         try:
             with asyncio.Runner(loop_factory=new_loop) as runner:
                 runner.run(run_load(run, opener, progress))
@@ -90,7 +91,7 @@ def run_one(args: argparse.Namespace) -> Result:
 
 
 def _opener(
-    settings: Settings, key_name: str | None
+    settings: Settings, key_name: str | None, security: ClientSecurity
 ) -> Callable[[], AbstractAsyncContextManager[Target]]:
     """What opens the target that the settings name."""
     if settings.url is not None:
@@ -101,8 +102,10 @@ def _opener(
                 raise UsageError(f"--api-key-env: got {key_name}, which is not set")
         # Only here: its library takes half a second, which help and runs over gRPC save.
         target = import_module("kvferry.cluster.loadgen.http_target").HttpTarget
-        return functools.partial(target, settings.url, settings.model or "", settings.body, key)
-    return functools.partial(GrpcTarget, settings.endpoint, settings.model or "")
+        return functools.partial(
+            target, settings.url, settings.model or "", settings.body, key, security=security
+        )
+    return functools.partial(GrpcTarget, settings.endpoint, settings.model or "", security=security)
 
 
 COMMAND = Command(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.cluster.cli.flags import DEFAULT_ENDPOINT, host_port
+from kvferry.cluster.cli.flags import DEFAULT_ENDPOINT, add_security, host_port
 from kvferry.cluster.loadgen.arrivals import ARRIVALS, GAMMA
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.sessions import FORMS
@@ -128,6 +128,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="environment variable that holds the key for --url (default: no key)",
     )
+    add_security(group)
     group.add_argument(
         "--body",
         metavar="JSON",

@@ -6,7 +6,7 @@ import argparse
 
 from kvferry.cluster.cli.command import Command, Result, UsageError
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, people
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people, security_of
 from kvferry.cluster.client import Client
 from kvferry.cluster.scaling import ROLES
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Result:
         raise UsageError("say how many: --prefill N, --decode N or --colocated N")
     listed = ", ".join(f"{number} {role}" for role, number in counts.items())
     people(args).print(f"scaling to {listed}")
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, security=security_of(args)) as client:
         present = client.scale(timeout_s=args.timeout, **counts)
     found = {role: getattr(present, role) for role in ROLES}
     there = ", ".join(f"{number} {role}" for role, number in found.items() if number)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvferry.cluster.cli.command import Command, Result, UsageError
@@ -16,7 +16,8 @@ from kvferry.cluster.cli.flags import add_cluster, cluster_overrides
 from kvferry.cluster.cli.progress import ProgressLine
 from kvferry.cluster.cli.signals import StopSignals
 from kvferry.cluster.cli.startup import RunningCluster, leave, start
-from kvferry.cluster.config import load_config
+from kvferry.cluster.config import Config, load_config
+from kvferry.cluster.ports import is_loopback
 
 GRACE_S = 5.0  # with what ends after it, a stop takes less than 10 s
 
@@ -92,18 +93,8 @@ def run(args: argparse.Namespace) -> Result:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
         with ProgressLine(quiet=False, on_news=signals.check) as progress:
-            for address in (config.server.grpc, config.server.http):
-                if address is None or is_loopback(address):
-                    continue
-                progress.say(
-                    f"warning: {address} can be reached from other machines, and there "
-                    "is neither TLS nor authentication: anybody who reaches it may use the cluster"
-                )
-            if config.server.metrics is not None and not is_loopback(config.server.metrics):
-                progress.say(
-                    f"warning: {config.server.metrics} can be reached from other machines, and "
-                    "whoever reaches it may read the metrics"
-                )
+            for warning in warnings(config, os.environ.get("RAY_AUTH_MODE")):
+                progress.say(f"warning: {warning}")
             cluster = start(config, progress)
         if args.detach:
             announce(cluster, args.ready_file)
@@ -130,13 +121,29 @@ def run(args: argparse.Namespace) -> Result:
     return Result()
 
 
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is reachable from this machine alone; a name counts as what it says."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def warnings(config: Config, ray_auth_mode: str | None) -> Iterator[str]:
+    """What of this configuration lets in more than its owner may think."""
+    server = config.server
+    asks = bool(server.auth.tokens_file or config.tenants or server.tls.client_ca)
+    for address in (server.grpc, server.http):
+        if address is None or is_loopback(address):
+            continue
+        reach = f"{address} can be reached from other machines"
+        if not asks:
+            missing = "no authentication" if server.tls.cert else "neither TLS nor authentication"
+            yield f"{reach}, and there is {missing}: anybody who reaches it may use the cluster"
+        elif not server.tls.cert:
+            yield f"{reach}, and there is no TLS: whoever is on the way reads tokens and prompts"
+    if server.metrics is not None and not is_loopback(server.metrics) and not asks:
+        yield (
+            f"{server.metrics} can be reached from other machines, and whoever reaches it may read "
+            "the metrics"
+        )
+    if ray_auth_mode == "disabled" and not config.ray.address:
+        yield (
+            "RAY_AUTH_MODE is disabled, and Ray listens on every address of this machine: anybody "
+            "who reaches it may run code here"
+        )
 
 
 def announce(cluster: RunningCluster, ready_file: Path | None) -> None:

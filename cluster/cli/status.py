@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvferry.cluster.cli.command import Command, Result
 from kvferry.cluster.cli.document import Document
-from kvferry.cluster.cli.flags import add_endpoint, add_json, people
+from kvferry.cluster.cli.flags import add_endpoint, add_json, people, security_of
 from kvferry.cluster.client import Client
 from kvferry.cluster.reports.documents import status_json
 from kvferry.protos import kvferry_pb2 as pb
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Ask once and show. A cluster that is not ready is an answer, not a failure."""
-    with Client(args.endpoint) as client:
+    with Client(args.endpoint, security=security_of(args)) as client:
         status = client.status(decisions=args.decisions)
     if not args.json:
         _show(status, people(args))

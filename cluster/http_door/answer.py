@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import Response
 
+from kvferry.cluster.access.gate import Caller
 from kvferry.cluster.errors import REQUEST_ID_KEY, Cancelled
 from kvferry.cluster.http_door.exchange import Exchange
 from kvferry.cluster.http_door.failures import (
@@ -46,12 +47,14 @@ class Plan:
 
     Attributes:
         asks: its requests of the contract.
+        caller: whose they are.
         received_at: when it came, router's clock.
         created: the same as seconds of the epoch.
         include_usage: whether the last chunk says what was used.
     """
 
     asks: Sequence[Ask]
+    caller: Caller
     shape: Shape
     received_at: float
     created: int
@@ -83,7 +86,7 @@ class Answer(Response):
         self._node = node
         self._slow_client_limit_s = slow_client_limit_s
         self._plan = plan
-        self._exchange = Exchange(node)
+        self._exchange = Exchange(node, plan.caller)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Run to the end, or until the client leaves."""

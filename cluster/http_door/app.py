@@ -27,6 +27,7 @@ from kvferry.cluster.http_door.bodies import (
     parse_body,
 )
 from kvferry.cluster.http_door.failures import MethodNotAllowed, NoSuchRoute, contract_error
+from kvferry.cluster.http_door.guard import Guard, caller_of
 from kvferry.cluster.http_door.reading import LARGE_BODY_BYTES, parse_json, read_body
 from kvferry.cluster.http_door.shapes import ChatShape, CompletionShape, Json, Wanted, token_text
 from kvferry.cluster.http_door.translate import (
@@ -77,7 +78,7 @@ class Door:
             asks = completion_asks(body)
             wanted = replace(self._wanted(body, body.logprobs is not None), echo=body.echo)
         shape = CompletionShape(self.node.intake.tokenizer, wanted)
-        return self._answer(body, asks, shape, received_at)
+        return self._answer(request, body, asks, shape, received_at)
 
     async def chat_completions(self, request: Request) -> Response:
         """A conversation, answered."""
@@ -87,7 +88,7 @@ class Door:
             asks = [chat_ask(body, self.node.intake.model.max_model_len)]
             wanted = self._wanted(body, body.logprobs)
         shape = ChatShape(self.node.intake.tokenizer, wanted)
-        return self._answer(body, asks, shape, received_at)
+        return self._answer(request, body, asks, shape, received_at)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
@@ -113,6 +114,7 @@ class Door:
 
     def _answer(
         self,
+        request: Request,
         body: GenerationBody,
         asks: list[Ask],
         shape: CompletionShape | ChatShape,
@@ -121,6 +123,7 @@ class Door:
         options = body.stream_options
         plan = Plan(
             asks,
+            caller_of(request.scope),
             shape,
             received_at,
             int(self.wall_clock()),
@@ -222,6 +225,7 @@ def make_app(door: Door) -> FastAPI:
     }
     for kind, handler in handlers.items():
         app.exception_handler(kind)(handler)
+    app.add_middleware(Guard, gate=door.node.access.gate, refusals=door.node.refusals)
     return app
 
 

@@ -130,6 +130,7 @@ class GenerationBody(_Body):
     early_stopping: bool | str | None = None
 
     cache_salt: Text = ""
+    tenant: Text = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: Text = ""
     user: Text = ""

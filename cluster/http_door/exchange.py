@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
+from kvferry.cluster.access.gate import Caller
 from kvferry.cluster.errors import Cancelled, KVFerryError
 from kvferry.cluster.http_door.shapes import Output
 from kvferry.cluster.http_door.translate import Ask, renamed
@@ -26,8 +27,9 @@ class Exchange:
         requests: one per prompt.
     """
 
-    def __init__(self, node: RouterNode) -> None:
+    def __init__(self, node: RouterNode, caller: Caller) -> None:
         self._node = node
+        self._caller = caller
         self._arrived: asyncio.Queue[tuple[int, SessionItem]] = asyncio.Queue()
         self.requests: list[RoutedRequest] = []
 
@@ -48,11 +50,11 @@ class Exchange:
         specs = [await self._prepare(ask) for ask in asks]
         for place, spec in enumerate(specs):
             emit = partial(self._emit, place)
-            self.requests.append(self._node.submit(spec, emit, received_at))
+            self.requests.append(self._node.submit(spec, emit, received_at, self._caller))
 
     async def _prepare(self, ask: Ask) -> RequestSpec:
         try:
-            return await self._node.take_in(self._node.intake.prepare, ask.request)
+            return await self._node.prepare(ask.request, self._caller)
         except InvalidRequest as error:
             raise type(error)(renamed(str(error), ask.names)) from error
 

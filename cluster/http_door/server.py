@@ -1,7 +1,8 @@
 """The listening HTTP server: its socket, its limits, how it starts and stops.
 
 uvicorn on the router's own loop; its signals stay the process's and its logs go where all go.
-What its routes do is ``http_door.app``'s.
+Connections that are refused before they are requests are counted. What its routes do is
+``http_door.app``'s, who may ask is ``http_door.guard``'s.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import time
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvferry.cluster.access.refusals import Refusals
 from kvferry.cluster.http_door.app import Door, make_app
 from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
@@ -47,7 +50,7 @@ class HttpServer:
         self._door = Door(node, limits, wall_clock)
         config = uvicorn.Config(
             make_app(self._door),
-            http="h11",
+            http=_telling(node.refusals),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -57,6 +60,11 @@ class HttpServer:
             timeout_keep_alive=IDLE_LIMIT_S,
         )
         config.load()
+        if node.access.tls is not None:
+            refusals = node.refusals
+            config.ssl = node.access.tls.context(
+                lambda why: refusals.connection("http", "tls", why)
+            )
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
         self._ticks: asyncio.Task[None] | None = None
@@ -82,6 +90,17 @@ class HttpServer:
             if connection.transport is not None:
                 connection.transport.abort()  # who does not read would keep it for ever
         await stopping
+
+
+def _telling(refusals: Refusals) -> type[H11Protocol]:
+    """A protocol of uvicorn's that tells of bytes that are no HTTP."""
+
+    class Telling(H11Protocol):
+        def send_400_response(self, msg: str) -> None:
+            refusals.connection("http", "malformed", msg)
+            super().send_400_response(msg)
+
+    return Telling
 
 
 def _listen(address: str, limits: ServerLimits) -> socket.socket:

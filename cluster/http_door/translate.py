@@ -152,7 +152,7 @@ def _options(body: GenerationBody) -> GenerateOptions:
     if isinstance(given["early_stopping"], bool):
         given["early_stopping"] = str(given["early_stopping"]).lower()
     options = {name: value for name, value in given.items() if value is not None}
-    for name in ("model", "cache_salt", "priority", "request_id"):
+    for name in ("model", "cache_salt", "tenant", "priority", "request_id"):
         options[name] = getattr(body, name)
     return cast(GenerateOptions, options)
 

@@ -6,6 +6,7 @@ import time
 from typing import Self
 
 from kvferry.cluster.client import AsyncClient
+from kvferry.cluster.client_security import PLAIN, ClientSecurity
 from kvferry.cluster.client_stream import GenerateOptions, build_request
 from kvferry.cluster.errors import NotReady
 from kvferry.cluster.loadgen.measures import BY_IDS, GAP_PARTS, TTFT_PARTS, Receipt, ServerFacts
@@ -16,11 +17,17 @@ from kvferry.protos import kvferry_pb2 as pb
 class GrpcTarget:
     """One channel to one endpoint."""
 
-    def __init__(self, endpoint: str, model: str = "", clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        model: str = "",
+        clock: Clock = time.monotonic,
+        security: ClientSecurity = PLAIN,
+    ) -> None:
         self._endpoint = endpoint
         self._model = model
         self._clock = clock
-        self._client = AsyncClient(endpoint, clock=clock)
+        self._client = AsyncClient(endpoint, clock=clock, security=security)
 
     async def about(self) -> About:
         """From a status. Raises NotReady, naming what the cluster lacks."""

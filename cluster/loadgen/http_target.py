@@ -17,6 +17,7 @@ from aiohttp import (
     TCPConnector,
 )
 
+from kvferry.cluster.client_security import PLAIN, ClientSecurity
 from kvferry.cluster.errors import ClusterUnreachable, NotReady, StreamError
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.measures import Receipt
@@ -33,8 +34,8 @@ class HttpTarget:
     """One pool of connections to the server at ``url``; made inside a running loop.
 
     ``body`` are fields that every request has beside its own; null takes one away. ``key`` goes
-    into the Authorization header, if there is one. A request fails if nothing comes for
-    ``read_timeout_s``; None: it waits.
+    into the Authorization header, if there is one; of ``security`` only TLS is looked at. A request
+    fails if nothing comes for ``read_timeout_s``; None: it waits.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HttpTarget:
         key: str | None = None,
         clock: Clock = time.monotonic,
         read_timeout_s: float | None = None,
+        security: ClientSecurity = PLAIN,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise BadLoad(f"url: got {url!r}, wanted http://HOST:PORT or https://HOST")
@@ -56,7 +58,7 @@ class HttpTarget:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         self._session = ClientSession(
-            connector=TCPConnector(limit=0),
+            connector=TCPConnector(limit=0, ssl=security.ssl_context() or True),
             timeout=ClientTimeout(
                 total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s
             ),

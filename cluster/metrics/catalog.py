@@ -108,6 +108,11 @@ REJECTED = _counter(
     "Requests refused before they were accepted, by the error's class.",
     "reason",
 )
+CONNECTIONS_REFUSED = _counter(
+    "connections_refused",
+    "Connections refused before anything was asked over them, by port and by why.",
+    *("port", "reason"),
+)
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of accepted requests.")
 GENERATION_TOKENS = _counter("generation_tokens", "Output tokens delivered, of all branches.")
 RECOMPUTED_PROMPT = _counter(
@@ -226,7 +231,8 @@ STALE = _counter(
 # fmt: off
 CATALOG = (
     INFO, WORKER_READY, HEARTBEAT_AGE, RUNNING, WAITING, SWAPPED, KV_USAGE, KV_BLOCKS,
-    LEASES_ACTIVE, ACCEPTED, FINISHED, ERRORS, REJECTED, PROMPT_TOKENS, GENERATION_TOKENS,
+    LEASES_ACTIVE, ACCEPTED, FINISHED, ERRORS, REJECTED, CONNECTIONS_REFUSED, PROMPT_TOKENS,
+    GENERATION_TOKENS,
     RECOMPUTED_PROMPT, REUSED, RECOVERED, DECISIONS, TTFT, ITL, TPOT, E2E, QUEUE_TIME,
     PREFILL_TIME, DECODE_TIME, HANDOFF_TIME, RECOVERY_GAP, DEATHS, STEPS, ITERATION_TOKENS,
     CACHE_QUERIES, CACHE_HITS, RECOMPUTED, PREEMPTIONS, EVICTIONS, COW_COPIES, TRANSFER_BLOCKS,

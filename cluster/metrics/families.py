@@ -121,6 +121,9 @@ def _from_the_start() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     for error in STATUS:
         yield catalog.ERRORS, (error.__name__,)
         yield catalog.REJECTED, (error.__name__,)
+    for port in ("http", "metrics"):
+        yield catalog.CONNECTIONS_REFUSED, (port, "tls")
+    yield catalog.CONNECTIONS_REFUSED, ("http", "malformed")
 
 
 def _add_totals(sheet: _Sheet, name: str, role: str, totals: Totals) -> None:

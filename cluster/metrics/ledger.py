@@ -133,6 +133,8 @@ def counted(load: LoadReport) -> Totals:
     )
     for kind, count in tallies.refused:
         found.counters[catalog.STALE, (kind,)] += count
+    for port, reason, count in tallies.connections_refused:
+        found.counters[catalog.CONNECTIONS_REFUSED, (port, reason)] += count
     histograms: dict[Key, HistogramReport] = {
         (catalog.STEPS, ()): tallies.step_seconds,
         (catalog.ITERATION_TOKENS, ()): tallies.step_tokens,

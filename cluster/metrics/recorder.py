@@ -8,6 +8,7 @@ workers count (``cluster.metrics.ledger``).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from kvferry.cluster.errors import public_class
 from kvferry.cluster.metrics import catalog
@@ -54,6 +55,15 @@ class Recorder:
     def rejected(self, error: BaseException) -> None:
         """A request was refused before it was accepted."""
         self.counts[catalog.REJECTED, (public_class(error).__name__,)] += 1
+
+    def connection_refused(self, port: str, reason: str) -> None:
+        """A connection was refused before anything was asked over it."""
+        self.counts[catalog.CONNECTIONS_REFUSED, (port, reason)] += 1
+
+    def connections_refused(self, port: str, so_far: Mapping[str, int]) -> None:
+        """So many were refused at a port that counts for itself, by reason."""
+        for reason, count in so_far.items():
+            self.counts[catalog.CONNECTIONS_REFUSED, (port, reason)] = count
 
     def placed(self, policy: str, reason: str) -> None:
         """A request has a place."""

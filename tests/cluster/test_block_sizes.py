@@ -30,7 +30,7 @@ def test_hashes_are_taken_as_rarely_as_both_block_sizes_allow(
     assert bool(sizes.lines) == (prefill != decode)
     for role, size in (("prefill", prefill), ("decode", decode)):
         ref = NodeRef(f"{role}-0", 1)
-        setting = worker_setting(config, NOWHERE, sizes, role, ref, Share(1, 0.5))
+        setting = worker_setting(config, NOWHERE, sizes, role, ref, Share(1, 0.5), None)
         assert (setting.block_size, setting.match_unit) == (size, unit)
 
 

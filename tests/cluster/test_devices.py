@@ -14,7 +14,10 @@ from kvferry.cluster.devices import gpus_of, on_devices, reserved
 from kvferry.cluster.ground import OwnGround
 from kvferry.cluster.settings import Share, kv_dtype, model_dtype, worker_setting
 from kvferry.engine.device.choice import DeviceUnavailable
+from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.messages import NodeRef
+
+KEY = ClusterKey(bytes(SECRET_BYTES))
 
 
 def config(**overrides: Any) -> Config:
@@ -99,9 +102,10 @@ def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(
     placed = on_devices(asked, 1).config
     sizes = BlockSizes({"prefill": 16, "decode": 16}, 16, ())
     prefill, decode = (
-        worker_setting(placed, tmp_path, sizes, role, NodeRef(f"{role}-0", 1), Share(1, 0.5))
+        worker_setting(placed, tmp_path, sizes, role, NodeRef(f"{role}-0", 1), Share(1, 0.5), KEY)
         for role in ("prefill", "decode")
     )
+    assert prefill.key is decode.key is KEY
     assert (prefill.device, decode.device) == ("cpu", "cuda")
     assert (decode.role, decode.gpus, decode.staging_blocks) == ("decode", 0.25, 9)
     ground = OwnGround(placed)
@@ -112,7 +116,11 @@ def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(
 
 
 def test_a_gpu_among_the_resources_stands_before_gpus_and_asks_for_one() -> None:
-    asked = config(decode__resources={"GPU": 2.0, "mine": 1.0}, prefill__resources={"GPU": 0.0})
+    asked = config(
+        ray__address="auto",
+        decode__resources={"GPU": 2.0, "mine": 1.0},
+        prefill__resources={"GPU": 0.0},
+    )
     decode = on_devices(asked, 2).config.decode
     assert (decode.device, gpus_of(decode)) == ("cuda", 1.0)
     assert reserved(decode) == {"GPU": 2.0, "mine": 1.0}

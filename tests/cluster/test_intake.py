@@ -430,6 +430,7 @@ SUPPORTED_REQUEST: dict[str, Any] = {
     "chat": pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")]),
     "sampling": pb.SamplingParams(max_tokens=5),
     "cache_salt": "salt",
+    "tenant": "acme",  # whose it is has been looked at before
     "echo_prompt_token_ids": True,
 }
 

@@ -173,12 +173,15 @@ def test_more_workers_get_the_threads_of_those_of_their_role() -> None:
 
 def test_a_successor_reads_what_there_is_to_be_and_where_the_doors_are() -> None:
     fake = FakeRay()
-    ground = ground_on(fake, Record(config={"ray": {}}, model_folder="m"))
+    known = Record(config={"ray": {}}, model_folder="m", num_gpus=2.0, secret="00ff")
+    assert "00ff" not in repr(known)
+    ground = ground_on(fake, known)
     ground.assign(roles(prefill=1, decode=1), pytest.fail)
     ground.opened(RouterEndpoints("127.0.0.1:1", None, "127.0.0.1:2"))
     record = load_record(fake)
     assert record is not None
     assert (record.config, record.model_folder) == ({"ray": {}}, "m")
+    assert (record.num_gpus, record.secret) == (2.0, "00ff")
     assert record.doors == RouterEndpoints("127.0.0.1:1", None, "127.0.0.1:2")
     heir = ground_on(fake, record)
     assert heir.names() == ground.names()

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from kvferry.cluster.cli.progress import ProgressLine
-from kvferry.cluster.cli.serve import is_loopback
+from kvferry.cluster.ports import is_loopback
 
 ARITHMETIC = "decode-0: KV pool: 64 blocks of 0.70 MiB (" + "as requested " * 20 + ")"
 

@@ -26,6 +26,8 @@ def test_a_configuration_survives_the_record_and_equal_ones_do_not_differ() -> N
             "decode.resources": {"GPU": 1, "mine": 0.5},
             "cache.block_size": "auto",
             "router.heartbeat_timeout": "2s",
+            "server.tls": {"cert": "server.pem", "key": "server.key"},
+            "tenants": {"acme": {"key_file": "acme.key", "tokens_per_s": 5.0}},
         },
     )
     again = Config.model_validate(config.model_dump(mode="json"))

@@ -9,7 +9,7 @@ from collections import Counter
 from random import Random
 
 from tests.fuzz.arena import Arena
-from tests.fuzz.handshakes import knock_at_shared_memory, knock_at_tcp
+from tests.fuzz.handshakes import knock_at_locked_tcp, knock_at_shared_memory, knock_at_tcp
 
 EPISODE = 250  # messages per cluster
 KINDS = ("values", "bytes")
@@ -25,7 +25,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # every refusal is a warning
     began = time.monotonic()
-    for name, knock in (("shm", knock_at_shared_memory), ("tcp", knock_at_tcp)):
+    doors = {"shm": knock_at_shared_memory, "tcp": knock_at_tcp, "tcp, key": knock_at_locked_tcp}
+    for name, knock in doors.items():
         _say(f"handshakes, {name}", options.handshakes, knock(options.handshakes, Random(1)))
     for kind in options.kinds:
         outcomes: Counter[str] = Counter()

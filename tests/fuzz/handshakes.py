@@ -7,14 +7,15 @@ from collections import Counter
 from contextlib import closing
 from random import Random
 
+from kvferry.kv_transfer.authentication import NONCE_BYTES, PROOF_BYTES, encode_knock
 from kvferry.kv_transfer.memory import allocate_private, allocate_shared
 from kvferry.kv_transfer.shm import ShmConnector
 from kvferry.kv_transfer.shm_handshake import Hello as ShmHello
 from kvferry.kv_transfer.shm_handshake import encode_hello as shm_hello
 from kvferry.kv_transfer.tcp import TcpConnector
+from kvferry.kv_transfer.tcp_wire import VERSION, frame, hello_packet, parse_address
 from kvferry.kv_transfer.tcp_wire import Hello as TcpHello
 from kvferry.kv_transfer.tcp_wire import encode_hello as tcp_hello
-from kvferry.kv_transfer.tcp_wire import parse_address
 from tests.fakes import stub_layout
 from tests.fuzz.hostile import damaged
 from tests.kv_transfer.open_files import open_files
@@ -22,6 +23,7 @@ from tests.kv_transfer.open_files import open_files
 LAYOUT = stub_layout(4)
 IDENTITY = {"worker_id": "source", "epoch": 7, "model": "stub@1", "layout": LAYOUT}
 READER = ("reader", 8)
+KEY = b"k" * 32
 WAIT_S = 30.0
 
 
@@ -70,6 +72,35 @@ def knock_at_tcp(count: int, random: Random) -> Counter[str]:
         assert peer.is_open
         peer.close()
         assert source.answered + source.refused.total() > count
+        return Counter({"answered": source.answered - 1, **source.refused})
+
+
+def knock_at_locked_tcp(count: int, random: Random) -> Counter[str]:
+    """Over TCP with a cluster key: damaged or not, nothing said without it is answered well."""
+    memory = allocate_private(4, LAYOUT.block_bytes())
+    with closing(TcpConnector(memory, key=KEY, **IDENTITY)) as connector:  # type: ignore[arg-type]
+        source, info = connector.source, connector.local_info()
+        good = [frame(encode_knock(VERSION, bytes(NONCE_BYTES)))]
+        good.append(tcp_hello(TcpHello(("source", 7), info)))
+        good.append(
+            good[0] + frame(bytes(PROOF_BYTES) + hello_packet(TcpHello(("source", 7), info)))
+        )
+        family, address = parse_address(info.address)
+        for _ in range(count):
+            with socket.socket(family, socket.SOCK_STREAM) as knocker:
+                knocker.settimeout(WAIT_S)
+                knocker.connect(address)
+                try:
+                    knocker.sendall(damaged(random.choice(good), random))
+                    knocker.shutdown(socket.SHUT_WR)
+                except OSError:
+                    continue  # it has hung up already
+                _read_to_end(knocker)
+        assert source.answered == 0
+        assert connector.served.blocks_sent == 0
+        peer = connector.connect(info)
+        assert peer.is_open
+        peer.close()
         return Counter({"answered": source.answered - 1, **source.refused})
 
 

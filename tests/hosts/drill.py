@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.hosts.site import CONFIG, NAMES, Site
+from tests.system.listening import listed_ports
 
 UNDER_WAY = 3  # tokens that every stream has when something is broken
 DETECTED_WITHIN_S = 2.0
@@ -108,6 +109,11 @@ def where_everything_is(site: Site) -> dict[str, Any]:
     workers = eventually("both decode workers have connected", lambda: _connected(site))
     assert {worker["worker_id"] for worker in workers} == {"prefill-0", "decode-0", "decode-1"}
     hosts = {worker["worker_id"]: worker["host"] for worker in workers}
+    ports = listed_ports()
+    assert ports["control"].may_be_node and ports["kv"].may_be_node, "SECURITY.md says where"
+    for worker in workers:
+        address = site.lan.machines[worker["host"]].address
+        assert worker["address"].startswith(f"tcp://{address}:"), worker
     assert {hosts["decode-0"], hosts["decode-1"]} == {"one", "two"}, hosts
     pairs = {}
     for worker in workers:

@@ -118,7 +118,9 @@ def test_readme_begins_with_the_two_commands() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs"]
+)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
     pages = sorted(path.rglob("*.md")) if path.is_dir() else [path]

@@ -7,6 +7,7 @@ chooses shared memory, the second is told to use TCP.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,6 +212,9 @@ class Settled:
 
     def local_info(self) -> PeerInfo:
         return self._inner.local_info()
+
+    def refused(self) -> Counter[str]:
+        return self._inner.refused()
 
     def digest(self, block_id: int) -> int:
         return self._inner.digest(block_id)

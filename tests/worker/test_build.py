@@ -12,8 +12,10 @@ from kvferry.engine.device.choice import DeviceUnavailable
 from kvferry.engine.device.runner import DeviceModelRunner
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kernels import reference
+from kvferry.kv_transfer.connector import TransferFailed
 from kvferry.worker import build
 from kvferry.worker.build import HostTierUnsupported, WorkerSettings, build_on, build_worker
+from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.staging.connector import StagingConnector
 from kvferry.worker.staging.publisher import StagingPublisher
@@ -76,6 +78,22 @@ def test_a_worker_on_a_device_computes_with_graphs_and_moves_blocks_through_slot
     assert run(built) == run(on_cpu)
     assert sum(graph.num_launches for graph in device.graphs) == 5
     for each in (built, on_cpu):
+        each.worker.close()
+
+
+def test_readers_of_a_device_s_blocks_must_know_the_cluster_s_key(settings: WorkerSettings) -> None:
+    key = ClusterKey(bytes(SECRET_BYTES))
+    ours = replace(settings, kernels="reference", connector="tcp", key=key)
+    source = build_on(ours, FakeDevice())
+    friend = build_on(replace(ours, ref=NodeRef("decode-1", 4)), FakeDevice())
+    stranger = build_on(replace(ours, ref=NodeRef("decode-2", 5), key=None), FakeDevice())
+    info = source.worker.connector.local_info()
+    friend.worker.connector.connect(info)
+    assert not source.worker.connector.refused()
+    with pytest.raises(TransferFailed):
+        stranger.worker.connector.connect(info)
+    assert source.worker.connector.refused() == {"unauthenticated": 1}
+    for each in (source, friend, stranger):
         each.worker.close()
 
 

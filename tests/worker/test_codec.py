@@ -58,8 +58,8 @@ def test_every_message_comes_back_as_it_went(body: type[Any]) -> None:
 def test_the_bytes_of_a_message_are_fixed() -> None:
     """A change of the format must come with another version byte."""
     plain = ["Acknowledge", ["router", 3], ["decode-0", 7], 5, 4, ["r", [1, 1], 16, True]]
-    assert encode(ACK) == b"\x09" + msgpack.packb(plain)
-    assert decode(b"\x09" + msgpack.packb(plain)) == ACK
+    assert encode(ACK) == b"\x0a" + msgpack.packb(plain)
+    assert decode(b"\x0a" + msgpack.packb(plain)) == ACK
 
 
 @given(st.binary(max_size=200))

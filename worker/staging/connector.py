@@ -16,7 +16,7 @@ the device: a few blocks at the speed of the bus.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -99,6 +99,10 @@ class StagingConnector:
     def local_info(self) -> PeerInfo:
         """This worker's own description: that of its slots."""
         return self._inner.local_info()
+
+    def refused(self) -> Counter[str]:
+        """The inner connector's refusals."""
+        return self._inner.refused()
 
     def digest(self, block_id: int) -> int:
         """64-bit digest of an own block's bytes; waits for them to come from the device."""

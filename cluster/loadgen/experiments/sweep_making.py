@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvferry.cluster.config import load_config
+from kvferry.cluster.config import ConfigError, load_config
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.experiments.arrangements import merged, parse_arrangements
 from kvferry.cluster.loadgen.experiments.recipes import Recipe
@@ -74,7 +74,11 @@ def _with_file(preset: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, 
 def check_configs(sweep: Sweep) -> None:
     """Every cluster's configuration, before the first is started. Raises ConfigError."""
     for config in {repr(point.config): point.config for point in sweep.points()}.values():
-        load_config(None, dict(_dotted(config)))
+        if load_config(None, dict(_dotted(config))).is_locked:
+            raise ConfigError(
+                "server.tls, server.auth and tenants are for kvferry serve: a sweep's clusters "
+                "serve nobody but the sweep; leave them out"
+            )
 
 
 def _dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -42,7 +42,7 @@ def test_an_empty_key_is_no_address(tmp_path: Path) -> None:
 def test_the_router_is_told_where_to_listen() -> None:
     ref = NodeRef("router-0", 1)
     doors = RouterEndpoints("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    assert router_settings(load_config(), Path("m"), ref, doors).doors == doors
+    assert router_settings(load_config(), Path("m"), ref, doors, None).doors == doors
 
 
 @pytest.mark.parametrize(

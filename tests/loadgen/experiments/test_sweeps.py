@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cluster.config import load_config
+from kvferry.cluster.config import ConfigError, load_config
 from kvferry.cluster.errors import Internal
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.experiments.arrangements import (
@@ -236,6 +236,19 @@ def test_flags_and_files_stand_before_a_recipe() -> None:
 def test_what_makes_no_sweep_is_refused(make: Any, said: str) -> None:
     with pytest.raises(BadLoad, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tenants": {"a": {"key_file": "k"}}},
+        {"server": {"auth": {"tokens_file": "t"}}},
+        {"server": {"tls": {"cert": "c", "key": "k"}}},
+    ],
+)
+def test_clusters_that_the_sweep_could_not_enter_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="for kvferry serve"):
+        check_configs(make_sweep({}, config=config))
 
 
 def test_mappings_are_merged_without_sharing() -> None:

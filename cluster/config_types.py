@@ -1,4 +1,4 @@
-"""Values as people write them in the configuration, and the types that read them.
+"""The kinds of values in the configuration file, and what every section of it is.
 
 Durations are written as ``1s``, ``500ms`` or a number of seconds and read as seconds (float); sizes
 are written as ``512MiB``, ``1GB`` or a number of bytes and read as bytes (int). Knows no key.
@@ -11,7 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+)
 
 from kvferry.kv_cache.layout import MAX_BLOCK_SIZE
 
@@ -85,3 +92,9 @@ Text = Annotated[str, Field(min_length=1)]
 BlockSize = Annotated[int | Literal["auto"], PlainValidator(_block_size)]
 RoleBlockSize = Annotated[int | Literal["auto"] | None, PlainValidator(_block_size_or_none)]
 Resources = Annotated[dict[str, float], AfterValidator(_resources)]
+
+
+class Section(BaseModel):
+    """A mapping of the file: frozen, of exact types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)

@@ -1,0 +1,49 @@
+"""Files that hold secrets: read once, refused where others may read or change them.
+
+Knows neither what a secret is good for nor where its path was configured, but for the name of the
+key, which every error says.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from kvferry.kv_cache.errors import KVFerryError
+
+MAX_BYTES = 1 << 20
+_OTHERS = stat.S_IRWXO
+
+
+class UnusableSecret(KVFerryError):
+    """A file of keys or certificates cannot be used; names the configuration key and the path."""
+
+    exit_code = 2
+
+
+def read_secret(key: str, path: str) -> bytes:
+    """A file that only its owner and group may touch. Raises UnusableSecret."""
+    return _read(key, path, secret=True)
+
+
+def read_public(key: str, path: str) -> bytes:
+    """A file that anybody may read, such as a certificate. Raises UnusableSecret."""
+    return _read(key, path, secret=False)
+
+
+def _read(key: str, path: str, secret: bool) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if secret and mode & _OTHERS:
+                raise UnusableSecret(
+                    f"{key}: {path} has mode {stat.S_IMODE(mode):04o}: other users may get at it; "
+                    "chmod o-rwx, and take it for known if they could"
+                )
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UnusableSecret(f"{key}: cannot read {path}: {error.strerror or error}") from error
+    if len(data) > MAX_BYTES:
+        raise UnusableSecret(f"{key}: {path} has more than {MAX_BYTES} bytes, wanted fewer")
+    return data
