@@ -145,9 +145,9 @@ class Cluster:
             progress(line)
         if self._ground.host != LOOPBACK and self._config.transfer.connector != "shm":
             progress(
-                "warning: workers read each other's KV blocks on their nodes' addresses "
-                "(transfer.host): over TCP who reads is authenticated, but nothing is encrypted; "
-                "keep others off that network"
+                "warning: workers are read on their nodes' addresses (transfer.host): who reads "
+                "must know the cluster's key, but KV blocks over TCP are not encrypted; keep "
+                "others off that network"
             )
         wanted = first_workers(self._config)
         self._ground.assign(wanted, progress)
