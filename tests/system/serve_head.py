@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 import ray
@@ -46,7 +47,8 @@ def main(say: TextIO) -> None:
         assert line.strip() == "delete"
         serve.delete(NAME)
         print("deleted", file=say, flush=True)
-    serve.shutdown()  # type: ignore[no-untyped-call]
+    end: Callable[[], None] = serve.shutdown  # which has no types
+    end()
     ray.shutdown()
 
 
