@@ -6,6 +6,7 @@ in the worker, which may be on another host. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.cluster.config import Config
@@ -28,6 +29,21 @@ class Placed:
     lines: tuple[str, ...]
 
 
+def gpus_for(workers: Iterable[tuple[int, float]]) -> int:
+    """GPUs that hold workers, given as (number, part of a GPU); none spans two.
+
+    Largest first, each on the first GPU that has room for it.
+    """
+    room: list[float] = []
+    for part in sorted((part for count, part in workers for _ in range(count)), reverse=True):
+        place = next((i for i, left in enumerate(room) if part <= left + ROUNDING), None)
+        if place is None:
+            room.append(1.0 - part)
+        else:
+            room[place] -= part
+    return len(room)
+
+
 def on_devices(config: Config, num_gpus: float) -> Placed:
     """Settle the devices.
 
@@ -48,24 +64,24 @@ def on_devices(config: Config, num_gpus: float) -> Placed:
         "colocated": replicas.colocated,
     }
     asked = {role: getattr(config, role).device for role, count in counts.items() if count}
-    needs = {role: counts[role] * getattr(config, role).gpus for role in asked}
+    needs = {role: (counts[role], getattr(config, role).gpus) for role in asked}
     must = [role for role, device in asked.items() if device == CUDA]
     may = [role for role, device in asked.items() if device == AUTO]
-    wanted = sum(needs[role] for role in must)
+    wanted = gpus_for(needs[role] for role in must)
     if wanted > num_gpus + ROUNDING:
         named = ", ".join(f"{counts[role]} {role}" for role in must)
         raise DeviceUnavailable(
-            f"{named} on cuda need {wanted:g} GPUs, Ray's cluster has {num_gpus:g}: set "
+            f"{named} on cuda need {wanted} GPUs, Ray's cluster has {num_gpus:g}: set "
             + " and ".join(f"{role}.device" for role in must)
             + " to cpu or auto, or lower replicas or gpus"
         )
-    wanted += sum(needs[role] for role in may)
+    wanted = gpus_for(needs[role] for role in (*must, *may))
     fits = bool(may) and wanted <= num_gpus + ROUNDING
     devices = {role: CUDA if role in must or (fits and role in may) else CPU for role in asked}
     lines = []
     if num_gpus and may and not fits:
         lines.append(
-            f"device: auto is the CPU: {', '.join(may)} would need {wanted:g} GPUs in all, Ray's "
+            f"device: auto is the CPU: {', '.join(may)} would need {wanted} GPUs in all, Ray's "
             f"cluster has {num_gpus:g}"
         )
     changed = {
