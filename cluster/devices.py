@@ -6,7 +6,8 @@ in the worker, which may be on another host. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.cluster.config import Config
@@ -50,6 +51,24 @@ class Placed:
     lines: tuple[str, ...]
 
 
+def gpus_for(workers: Iterable[tuple[int, float]]) -> int:
+    """GPUs that hold workers, given as (number, GPUs of each).
+
+    A worker of less than one GPU does not span two: largest first, each on the first GPU that has
+    room for it. One of more has whole GPUs.
+    """
+    parts = [part for count, part in workers for _ in range(count)]
+    whole = sum(math.ceil(part - ROUNDING) for part in parts if part > 1)
+    room: list[float] = []
+    for part in sorted((part for part in parts if 0 < part <= 1), reverse=True):
+        place = next((i for i, left in enumerate(room) if part <= left + ROUNDING), None)
+        if place is None:
+            room.append(1.0 - part)
+        else:
+            room[place] -= part
+    return whole + len(room)
+
+
 def on_devices(config: Config, num_gpus: float, can_grow: bool = False) -> Placed:
     """Settle the devices.
 
@@ -72,25 +91,27 @@ def on_devices(config: Config, num_gpus: float, can_grow: bool = False) -> Place
         "colocated": replicas.colocated,
     }
     asked = {role: getattr(config, role).device for role, count in counts.items() if count}
-    needs = {role: counts[role] * _gpus_reserved(getattr(config, role)) for role in asked}
+    needs = {role: (counts[role], _gpus_reserved(getattr(config, role))) for role in asked}
     named = {role for role in asked if getattr(config, role).resources.get(GPU)}
     must = [role for role, its in asked.items() if its == CUDA or (its == AUTO and role in named)]
-    may = [role for role, its in asked.items() if its == AUTO and needs[role] and role not in named]
-    wanted = sum(needs[role] for role in must)
+    may = [
+        role for role, its in asked.items() if its == AUTO and needs[role][1] and role not in named
+    ]
+    wanted = gpus_for(needs[role] for role in must)
     if wanted > num_gpus + ROUNDING and not can_grow:
         who = ", ".join(f"{counts[role]} {role}" for role in must)
         raise DeviceUnavailable(
-            f"{who} on cuda need {wanted:g} GPUs, Ray's cluster has {num_gpus:g}: set "
+            f"{who} on cuda need {wanted} GPUs, Ray's cluster has {num_gpus:g}: set "
             + " and ".join(f"{role}.device" for role in must)
             + " to cpu or auto, or lower replicas or gpus"
         )
-    wanted += sum(needs[role] for role in may)
+    wanted = gpus_for(needs[role] for role in (*must, *may))
     fits = bool(may) and wanted <= num_gpus + ROUNDING
     devices = {role: CUDA if role in must or (fits and role in may) else CPU for role in asked}
     lines = []
     if num_gpus and may and not fits:
         lines.append(
-            f"device: auto is the CPU: {', '.join(may)} would need {wanted:g} GPUs in all, Ray's "
+            f"device: auto is the CPU: {', '.join(may)} would need {wanted} GPUs in all, Ray's "
             f"cluster has {num_gpus:g}"
         )
     changed = {

@@ -31,6 +31,8 @@ __all__ = [
     "peak_step_bytes",
     "pool_bytes",
     "pool_tensor",
+    "step_activation_bytes",
+    "step_logits_bytes",
 ]
 
 POOL_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -51,18 +53,30 @@ def peak_step_bytes(
     sampling makes of them.
     """
     config = model.config
+    kv_size = config.num_kv_heads * config.head_dim
+    mask = max_num_batched_tokens * 6 * config.max_model_len  # as booleans and as numbers
+    gathered = config.max_model_len * 2 * kv_size * (DTYPE_BYTES[layout.groups[0].dtype] + 4)
+    activations = step_activation_bytes(model, max_num_batched_tokens)
+    return activations + mask + gathered + step_logits_bytes(model, max_num_seqs)
+
+
+def step_activation_bytes(model: LlamaModel, max_num_batched_tokens: int) -> int:
+    """Of one layer of one maximal step."""
+    config = model.config
     width = model.dtype.itemsize
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     projected = q_size + 2 * kv_size
     attention = 4 * projected * width + 4 * q_size * 4  # fused qkv, rope's terms, fp32 queries
     gated = 4 * config.ffn_size * width
     norms = 3 * config.hidden_size * 4 + 3 * config.hidden_size * width
-    mask = 6 * config.max_model_len  # as booleans and as numbers, per query
-    activations = max_num_batched_tokens * (max(attention, gated) + norms + mask)
-    gathered = config.max_model_len * 2 * kv_size * (DTYPE_BYTES[layout.groups[0].dtype] + 4)
+    return max_num_batched_tokens * (max(attention, gated) + norms)
+
+
+def step_logits_bytes(model: LlamaModel, max_num_seqs: int) -> int:
+    """Of the logits of one maximal step, and what sampling makes of them."""
     rows_drawn = min(max_num_seqs, ROWS_AT_ONCE)
-    logits = config.vocab_size * (max_num_seqs * (width + 7 * 4) + rows_drawn * 18 * 8)
-    return activations + gathered + logits
+    drawn = rows_drawn * 18 * 8
+    return model.config.vocab_size * (max_num_seqs * (model.dtype.itemsize + 7 * 4) + drawn)
 
 
 class TorchModelRunner:

@@ -151,8 +151,15 @@ class FakeDevice:
         self._own.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return self._own[-1]
 
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        tensor = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        self._pinned[tensor.data_ptr()] = tensor
+        return tensor
+
     def pin(self, host: NDArray[np.uint8]) -> torch.Tensor:
         tensor = torch.from_numpy(host)
+        if any(Extent.of(tensor).overlaps(Extent.of(held)) for held in self._pinned.values()):
+            raise Misuse("host memory is pinned that is pinned already")
         self._pinned[host.ctypes.data] = tensor
         return tensor
 

@@ -18,6 +18,7 @@ from kvferry.engine.batch import ModelRunner
 from kvferry.engine.device.choice import CPU, CUDA, choose_device
 from kvferry.engine.device.cuda import CudaDevice
 from kvferry.engine.device.protocol import Device
+from kvferry.engine.device.runner import device_step_bytes
 from kvferry.engine.engine import Engine
 from kvferry.engine.kernel_choice import AUTO as AUTO_KERNELS
 from kvferry.engine.kernel_choice import (
@@ -42,6 +43,7 @@ from kvferry.engine.pool_sizing import (
     size_pool,
 )
 from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.kernels import reference
 from kvferry.kv_cache.block_pool import BlockPool
 from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.host_tier import HostTier
@@ -289,7 +291,15 @@ def _device_parts(
         None if settings.key is None else settings.key.for_blocks(),
     )
     made = make_device_parts(
-        device, model, layout, num_blocks, settings.scheduler, settings.ref, model_id, options
+        device,
+        model,
+        layout,
+        num_blocks,
+        settings.scheduler,
+        settings.ref,
+        model_id,
+        options,
+        settings.max_model_len,
     )
     if has_graphs:
         made.runner.capture_graphs()
@@ -331,11 +341,15 @@ def _size_pool(
     else:
         memory = device_memory_limit(*device.memory(), weights_bytes, settings.gpus)
         share, reserve, cap = 1.0, DEVICE_RESERVE_BYTES, memory
+    if device is None or model.kernels is reference:
+        peak = peak_step_bytes(model, layout, limit.max_num_batched_tokens, limit.max_num_seqs)
+    else:
+        peak = device_step_bytes(model, limit.max_num_batched_tokens, limit.max_num_seqs)
     return size_pool(
         memory,
         share,
         weights_bytes,
-        peak_step_bytes(model, layout, limit.max_num_batched_tokens, limit.max_num_seqs),
+        peak,
         reserve + settings.host_bytes,
         layout.block_bytes(),
         useful_blocks=limit.max_num_seqs * layout.num_blocks_for(max_len),

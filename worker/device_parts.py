@@ -67,6 +67,7 @@ def make_device_parts(
     ref: NodeRef,
     model_id: str,
     transfer: TransferOptions,
+    max_model_len: int | None = None,
 ) -> DeviceParts:
     """Allocate pool and slots, open the connectors.
 
@@ -87,6 +88,7 @@ def make_device_parts(
         num_blocks,
         scheduler.max_num_batched_tokens,
         scheduler.max_num_seqs,
+        max_model_len,
     )
     count = transfer.staging_blocks
     staging = allocate_shared(2 * count, block_bytes)

@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
 from itertools import chain
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.cluster import run_cluster
-from benchmarks.gpu.work import Row, table
+from benchmarks.gpu.work import Roofs, Row, table
 
 
 def run_tests() -> int:
@@ -34,45 +35,53 @@ def run_tests() -> int:
 
 
 def tune() -> Path:
-    """Write the table of this device's architecture; where it lies."""
+    """Write the table of this device's architecture, row by row; where it lies."""
     from benchmarks.gpu.attention import tuned_tiles
     from benchmarks.gpu.timing import Timer
     from kvferry.kernels.triton.device import device_facts
-    from kvferry.kernels.triton.tuning import table_json
+    from kvferry.kernels.triton.tuning import table_json, tuned
 
     architecture = device_facts(torch.device("cuda", 0)).architecture
     assert architecture is not None
+    place = Path(str(files("kvferry.kernels.triton").joinpath("tuned", f"{architecture}.json")))
+    place.parent.mkdir(exist_ok=True)
     tiles = {}
     for key, tile in tuned_tiles(Timer(repeats=5)):
         print(f"  {key}: {tile}", flush=True)
         tiles[key] = tile
-    document = table_json(
-        architecture, torch.cuda.get_device_name(0), "scripts/gpu_check --tune", tiles
-    )
-    place = Path(str(files("kvferry.kernels.triton").joinpath("tuned", f"{architecture}.json")))
-    place.parent.mkdir(exist_ok=True)
-    place.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document = table_json(
+            architecture, torch.cuda.get_device_name(0), "scripts/gpu_check --tune", tiles
+        )
+        place.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    tuned.cache_clear()
     return place
 
 
-def measure() -> list[Row]:
-    """Every row, printed as it comes."""
+def measure(found: Roofs, keep: Callable[[list[Row]], None]) -> list[Row]:
+    """Every row, printed and kept as it comes."""
     from benchmarks.gpu.attention import measured
     from benchmarks.gpu.steps import decode_steps
+    from benchmarks.gpu.timing import Timer
+
+    rows: list[Row] = []
+    for row in chain(measured(Timer(), found), decode_steps(found)):
+        rows.append(row)
+        keep(rows)
+        print(f"  {row.what}: {row.took_s * 1e6:.0f} µs, {row.share:.2f} of the roof", flush=True)
+    return rows
+
+
+def measured_roofs() -> Roofs:
+    """What the device does at best, printed."""
     from benchmarks.gpu.timing import Timer, roofs
 
-    timer = Timer()
-    found = roofs(timer)
+    found = roofs(Timer())
     print(
         f"copy {found.copy_rate / 1e9:.0f} GB/s, bfloat16 product "
         f"{found.matrix_rate / 1e12:.0f} TFLOP/s",
         flush=True,
     )
-    rows = []
-    for row in chain(measured(timer, found), decode_steps(found)):
-        rows.append(row)
-        print(f"  {row.what}: {row.took_s * 1e6:.0f} µs, {row.share:.2f} of the roof", flush=True)
-    return rows
+    return found
 
 
 def main() -> int:
@@ -91,17 +100,29 @@ def main() -> int:
     code = 0 if options.skip_tests else run_tests()
     if options.tune:
         print(f"tiles are in {tune()}", flush=True)
-    rows = measure()
+    found = measured_roofs()
+    cluster: list[str] = []
+
+    def keep(rows: list[Row]) -> None:
+        if options.json is not None:
+            shown = [{**asdict(row), "share": row.share} for row in rows]
+            document = {"roofs": asdict(found), "rows": shown, "cluster": cluster}
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    rows = measure(found, keep)
     print(table(rows))
     if not options.skip_cluster:
         torch.cuda.empty_cache()
         folder = Path("build", "gpu")
         folder.mkdir(parents=True, exist_ok=True)
-        print("\n".join(run_cluster(folder)))
+        try:
+            cluster += run_cluster(folder)
+        except subprocess.CalledProcessError as error:
+            print(f"the cluster failed: {error}", file=sys.stderr)
+            code = 1
+        print("\n".join(cluster))
+        keep(rows)
     print(f"{time.monotonic() - begun:.0f} s")
-    if options.json is not None:
-        shown = [{**asdict(row), "share": row.share} for row in rows]
-        options.json.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
     return 1 if code else 0
 
 

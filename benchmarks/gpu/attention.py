@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
-from benchmarks.gpu.timing import Roofs, Timer
+from benchmarks.gpu.timing import Timer
 from benchmarks.gpu.work import (
     BLOCK_SIZE,
     DECODES,
     PREFILLS,
     AttentionShape,
+    Roofs,
     Row,
     best,
     decode_row,
@@ -23,7 +23,7 @@ from benchmarks.gpu.work import (
 from kvferry.engine.model_runner import POOL_DTYPES, pool_tensor
 from kvferry.kernels import triton as kernels
 from kvferry.kernels.reference.scaled import has_scales, row_scales
-from kvferry.kernels.triton.tuning import DECODE, PREFILL, Tile, Work, power_of_two
+from kvferry.kernels.triton.tuning import DECODE, PREFILL, Tile, Work, default_tile, power_of_two
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
 
 
@@ -94,14 +94,16 @@ def measured(timer: Timer, found: Roofs) -> Iterator[Row]:
 
 
 def candidates(work: Work) -> Iterator[Tile]:
-    """Tiles worth a try."""
+    """Tiles worth a try, the rules' among them: a dozen or two, for each is compiled."""
     least = max(16, power_of_two(work.group))
-    rows = {least, 2 * least} if work.kind == DECODE else {least, 64, 128}
-    for num_rows in sorted(r for r in rows if r >= least):
-        for keys in (16, 32, 64, 128):
+    rows = (least,) if work.kind == DECODE else (max(least, 64), max(least, 128))
+    tiles = {default_tile(work)}
+    for num_rows in rows:
+        for keys in (32, 64, 128):
             for num_warps in (4, 8):
-                for num_stages in (1, 2, 3, 4):
-                    yield Tile(num_rows, keys, num_warps, num_stages)
+                for num_stages in (2, 3):
+                    tiles.add(Tile(num_rows, keys, num_warps, num_stages))
+    yield from sorted(tiles, key=str)
 
 
 def work_of(shape: AttentionShape) -> Work:
@@ -126,15 +128,15 @@ def tuned_tiles(timer: Timer) -> Iterator[tuple[str, Tile]]:
 
 
 def _time(timer: Timer, inputs: Inputs, tile: Tile) -> float | None:
-    """None where the device has not the resources."""
+    """None where it cannot be compiled, or the device has not the resources."""
     try:
         return timer(lambda: inputs.attend(tile))
-    except (OutOfResources, CompilationError):
+    except (TritonError, RuntimeError):
         return None
 
 
 def _smaller(shape: AttentionShape) -> AttentionShape:
-    """A shape that a hundred tiles can be tried on in seconds."""
+    """A shape on which a tile's time is its compilation."""
     if shape.query_len == 1:
         return shape
     return replace(shape, batch=1, query_len=min(2048, shape.query_len), context=2048)

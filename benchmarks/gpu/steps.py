@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
 
-from benchmarks.gpu.timing import Roofs
-from benchmarks.gpu.work import BLOCK_SIZE, Row, middle, step_row
+from benchmarks.gpu.work import BLOCK_SIZE, Roofs, Row, middle, step_row
 from kvferry.engine.batch import ScheduledSequence, SchedulerOutput
 from kvferry.engine.device.cuda import CudaDevice
 from kvferry.engine.device.runner import DeviceModelRunner, num_scratch_blocks

@@ -36,6 +36,6 @@ def choose_device(wanted: str, role: str, has_cuda: Callable[[], bool] | None = 
     build = torch.version.cuda
     why = "is built without CUDA" if build is None else f"(for CUDA {build}) finds no GPU"
     raise DeviceUnavailable(
-        f"{role}.device is cuda, but torch {torch.__version__} {why} here: set {role}.device to "
-        "cpu or auto, or install a torch for CUDA on a host with a GPU"
+        f"{role}.device is cuda, or auto where Ray has a GPU, but torch {torch.__version__} {why} "
+        f"here: set {role}.device to cpu, or install a torch for CUDA on a host with a GPU"
     )

@@ -83,13 +83,18 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)  # other streams do not wait for this one
         return made
 
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """From torch's own pinned memory, which it takes back when the tensor is gone."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def pin(self, host: NDArray[np.uint8]) -> torch.Tensor:
         """Page-lock memory that others have allocated. Raises PinningFailed."""
         error = _runtime().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
         if int(error) != 0:
             raise PinningFailed(
-                f"cannot page-lock {host.nbytes} bytes of host memory (CUDA error {int(error)}): "
-                "lower transfer.staging_blocks, or raise the limit of locked memory (ulimit -l)"
+                f"cannot page-lock {host.nbytes} bytes of host memory (CUDA error {int(error)}; "
+                "712: some of it is locked already): lower transfer.staging_blocks, or raise the "
+                "limit of locked memory (ulimit -l)"
             )
         return torch.from_numpy(host)
 

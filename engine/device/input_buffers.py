@@ -108,10 +108,7 @@ class InputBuffers:
         self._inputs = inputs
         self._first_scratch = first_scratch
         self._device_buffer = device.zeros(largest.num_bytes)
-        self._pinned = [
-            _Pinned(device.pin(np.zeros(largest.num_bytes, dtype=np.uint8)))
-            for _ in range(NUM_BUFFERS)
-        ]
+        self._pinned = [_Pinned(device.host_buffer(largest.num_bytes)) for _ in range(NUM_BUFFERS)]
 
     def on_device(self, layout: InputLayout) -> InputViews:
         """Where the inputs of such a step lie on the device: always the same memory."""

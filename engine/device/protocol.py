@@ -77,6 +77,12 @@ class Device(Protocol):
         """Memory of the device: uint8 [num_bytes], zeroed before this returns."""
         ...
 
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that can be copied without waiting: uint8 [num_bytes]; it goes with the
+        tensor.
+        """
+        ...
+
     def pin(self, host: NDArray[np.uint8]) -> torch.Tensor:
         """``host``, C-contiguous, as a tensor that can be copied without waiting; a view of it.
         It keeps its place until ``unpin``.

@@ -19,11 +19,32 @@ from kvferry.engine.batch import RunnerOutput, SchedulerOutput
 from kvferry.engine.device.graph_keys import GraphKey, graph_key, graph_keys
 from kvferry.engine.device.input_buffers import InputBuffers, InputLayout, InputViews
 from kvferry.engine.device.protocol import Device, Graph
-from kvferry.engine.model_runner import check_layout, pool_bytes, pool_tensor
+from kvferry.engine.model_runner import (
+    check_layout,
+    pool_bytes,
+    pool_tensor,
+    step_activation_bytes,
+    step_logits_bytes,
+)
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.step_inputs import NOTHING, StepInputs
 from kvferry.engine.step_sampling import sample_hidden, sample_logits
 from kvferry.kv_cache.layout import KVCacheLayout
+
+SPLIT_BYTES = 64 << 20
+"""More than partial sums of split attention take: splits fill a device's processors about once."""
+
+
+def device_step_bytes(model: LlamaModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Upper estimate of the memory that one maximal step takes on a device beside weights and pool:
+    activations of one layer, what split attention writes down, and logits with what sampling makes
+    of them. No mask is made there, and no KV is gathered.
+    """
+    return (
+        step_activation_bytes(model, max_num_batched_tokens)
+        + SPLIT_BYTES
+        + (step_logits_bytes(model, max_num_seqs) + max_num_seqs * model.config.vocab_size * 4)
+    )
 
 
 def num_scratch_blocks(max_num_seqs: int, block_size: int) -> int:
@@ -41,6 +62,7 @@ class DeviceModelRunner:
         layout: of the pool.
         num_blocks: blocks that sequences may have.
         max_num_batched_tokens, max_num_seqs: bounds of every step that will come.
+        max_model_len: positions of a sequence at most; None: those of the model.
 
     Raises PoolMismatch.
     """
@@ -54,6 +76,7 @@ class DeviceModelRunner:
         num_blocks: int,
         max_num_batched_tokens: int,
         max_num_seqs: int,
+        max_model_len: int | None = None,
     ) -> None:
         check_layout(model, layout)
         self.model = model
@@ -67,7 +90,7 @@ class DeviceModelRunner:
         self._inputs = StepInputs(
             max_num_batched_tokens,
             max_num_seqs,
-            model.config.max_model_len,
+            min(max_model_len or model.config.max_model_len, model.config.max_model_len),
             layout.block_size,
             num_blocks,
         )

@@ -58,8 +58,8 @@ class QuantisedLinear:
 def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers -127 to 127 in float32, and the factor of each row.  [rows, size], [rows, 1]"""
     most = rows.abs().amax(1, keepdim=True)
-    largest = most.new_tensor(_LARGEST)  # as a number, torch would multiply it with 1 / most
-    inverse = torch.where(most > 0, largest / most, 0.0)
+    largest = torch.full_like(most, _LARGEST)  # as a number, torch would multiply it with 1 / most
+    inverse = (largest / most).masked_fill_(~(most > 0), 0.0)  # nothing comes from the host
     return (rows * inverse).round(), most / _LARGEST
 
 

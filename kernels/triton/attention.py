@@ -18,6 +18,7 @@ from kvferry.kernels.triton.languages import TRITON_DTYPES
 from kvferry.kernels.triton.tuning import (
     DECODE,
     PREFILL,
+    PREFILL_SPLITS,
     Tile,
     Work,
     num_splits,
@@ -54,7 +55,10 @@ def plan(
     num_tiles = num_tokens // (tile.rows // work.group) + num_seqs
     # A tile bound is loose by a tile per sequence; of decode steps there is one each.
     busy = (num_seqs if work.kind == DECODE else num_tiles) * num_kv_heads
-    return Plan(tile, num_tiles, num_splits(busy, max_context, tile.keys, num_processors))
+    splits = num_splits(busy, max_context, tile.keys, num_processors)
+    if work.kind == PREFILL:
+        splits = PREFILL_SPLITS if splits >= PREFILL_SPLITS else 1
+    return Plan(tile, num_tiles, splits)
 
 
 def paged_attention(

@@ -36,7 +36,7 @@ def sequence_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they differ from step to step
 def attend(
     out,
     partial,
@@ -111,8 +111,10 @@ def attend(
     # The keys that any query of the tile sees, cut among the splits in whole tiles.
     end = tl.minimum(seq_len, seq_len - query_len + first_query + TOKENS)
     begin = end * 0
+    oldest = begin
     if HAS_WINDOW:
-        begin = tl.maximum(seq_len - query_len + first_query - window + 1, 0) // KEYS * KEYS
+        oldest = tl.maximum(seq_len - query_len + first_query - window + 1, 0)
+        begin = oldest // KEYS * KEYS
     if SPLITS > 1:
         per_split = (seq_len - begin + SPLITS * KEYS - 1) // (SPLITS * KEYS) * KEYS
         begin += split * per_split
@@ -127,7 +129,7 @@ def attend(
     lanes = tl.arange(0, KEYS)
     for start in range(begin, end, KEYS):
         places = start + lanes
-        key_ok = places < end
+        key_ok = (places < end) & (places >= oldest)
         blocks = tl.load(table + places // block_size, mask=key_ok, other=0).to(tl.int64)
         slots = places % block_size
         starts = blocks * pool_block_stride + slots * HEAD_DIM
@@ -154,11 +156,18 @@ def attend(
         largest = new_largest
         value_base = head_base + pool_plane_stride
         values = tl.load(value_base + starts[:, None] + dims[None, :], mask=tile_ok, other=0)
-        if FORMAT != PLAIN:
+        if FORMAT == PLAIN:
+            wide = widened(values, FORMAT, COMPUTE)
+        else:
             value_scales = scales_base + scales_plane_stride + scale_places
-            weights *= tl.load(value_scales, mask=key_ok, other=0.0)[None, :]
+            factors = tl.load(value_scales, mask=key_ok, other=0.0)
+            if q.dtype.element_ty == tl.float16:  # in which small weights times scales are nothing
+                wide = (widened(values, FORMAT, tl.float32) * factors[:, None]).to(COMPUTE)
+            else:
+                weights *= factors[None, :]
+                wide = widened(values, FORMAT, COMPUTE)
         total = total * shrink[:, None] + tl.dot(
-            weights.to(COMPUTE), widened(values, FORMAT, COMPUTE), input_precision=PRECISION
+            weights.to(COMPUTE), wide, input_precision=PRECISION
         )
 
     rows_out = tokens * num_heads + heads

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.kernels.triton.arguments import (
-    FP8,
-    INT8,
     PLAIN,
     activation,
     integers,
@@ -20,8 +18,7 @@ from kvferry.kernels.triton.arguments import (
 from kvferry.kernels.triton.cache_kernels import move_blocks, rope_and_store
 from kvferry.kernels.triton.tuning import power_of_two
 
-FORMATS = (PLAIN, INT8, FP8)
-_COPY_LANES = 1024
+COPY_LANES = 1024
 _WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that fits
 
 
@@ -178,7 +175,7 @@ def _move(
         return
     word = next(d for d in _WORD_DTYPES if block_bytes % d.itemsize == 0)
     words = block_bytes // word.itemsize
-    lanes = min(_COPY_LANES, power_of_two(words))
+    lanes = min(COPY_LANES, power_of_two(words))
     move_blocks[(count, -(-words // lanes))](
         words_of(target, word),
         words_of(source, word),

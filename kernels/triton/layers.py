@@ -12,7 +12,7 @@ from kvferry.kernels.triton.arguments import activation, like, refuse
 from kvferry.kernels.triton.layer_kernels import rms_norm_rows, silu_mul_rows
 from kvferry.kernels.triton.tuning import power_of_two
 
-_SILU_LANES = 1024
+SILU_LANES = 1024
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -73,7 +73,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        lanes = min(_SILU_LANES, power_of_two(size))
+        lanes = min(SILU_LANES, power_of_two(size))
         silu_mul_rows[(rows, -(-size // lanes))](
             out, gate_up, gate_up.stride(0), SIZE=size, LANES=lanes, num_warps=4
         )

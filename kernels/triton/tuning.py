@@ -14,6 +14,8 @@ from importlib.resources import files
 
 DECODE, PREFILL = "decode", "prefill"
 MAX_SPLITS = 32
+PREFILL_SPLITS = 8
+"""Of chunks of prompts it is this many or none: each number is a kernel that somebody waits for."""
 _MIN_ROWS = 16  # of a matrix unit
 _LARGE_PREFILL_ROWS = 64
 
@@ -65,23 +67,27 @@ def power_of_two(number: int) -> int:
 def tile_for(work: Work, architecture: str | None) -> Tile:
     """The tuned tile, or the rules' one. ``architecture``: ``sm_90``, ``gfx942``, …"""
     table = tuned(architecture) if architecture else {}
-    return table.get(work.key()) or default_tile(work)
+    is_amd = architecture is not None and architecture.startswith("gfx")
+    return table.get(work.key()) or default_tile(work, is_amd)
 
 
-def default_tile(work: Work) -> Tile:
+def default_tile(work: Work, is_amd: bool = False) -> Tile:
     """Without measurements. Wide heads and wide numbers take more of the registers and the shared
     memory, so they get fewer keys and stages.
     """
     group_rows = max(_MIN_ROWS, power_of_two(work.group))
     is_wide = work.head_dim > 128
+    has_scales = work.kv_dtype in ("int8", "float8_e4m3fn")  # widened in registers
     if work.dtype == "float32":
         rows = group_rows if work.kind == DECODE else max(group_rows, 32)
-        keys = 16 if is_wide else 32
+        keys = 16 if is_wide or has_scales else 32
         return Tile(rows, keys, num_warps=8 if is_wide else 4, num_stages=1 if is_wide else 2)
     if work.kind == DECODE:
         return Tile(group_rows, 32 if is_wide else 64, num_warps=4, num_stages=2 if is_wide else 3)
     rows = max(group_rows, _LARGE_PREFILL_ROWS)
-    return Tile(rows, 32 if is_wide else 64, num_warps=8 if is_wide else 4, num_stages=2)
+    # Of NVIDIA's registers a thread has 255 at most, of AMD's twice that, but not in eight waves.
+    num_warps = 8 if is_wide or (has_scales and not is_amd) else 4
+    return Tile(rows, 32 if is_wide else 64, num_warps=num_warps, num_stages=2)
 
 
 def num_splits(num_programs: int, max_context: int, keys: int, num_processors: int) -> int:

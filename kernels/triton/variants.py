@@ -16,10 +16,11 @@ import torch
 
 from kvferry.kernels.triton.arguments import FP8, INT8, PLAIN
 from kvferry.kernels.triton.attention_kernels import attend, reduce_splits
+from kvferry.kernels.triton.cache import COPY_LANES
 from kvferry.kernels.triton.cache_kernels import move_blocks, rope_and_store
 from kvferry.kernels.triton.languages import TRITON_DTYPES
 from kvferry.kernels.triton.layer_kernels import rms_norm_rows, silu_mul_rows
-from kvferry.kernels.triton.layers import norm_warps
+from kvferry.kernels.triton.layers import SILU_LANES, norm_warps
 from kvferry.kernels.triton.tuning import DECODE, PREFILL, Work, power_of_two, tile_for
 
 _ELEMENTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -193,12 +194,12 @@ def norm(dtype: str, size: int, add: bool) -> Variant:
     return arguments.variant(name, rms_norm_rows, norm_warps(padded))
 
 
-def silu(dtype: str, size: int, lanes: int = 1024) -> Variant:
+def silu(dtype: str, size: int) -> Variant:
     """``silu_mul_rows``."""
     arguments = _Arguments(
         pointers=dict.fromkeys(("out", "gate_up"), _ELEMENTS[dtype]),
         scalars={},
-        constants={"SIZE": size, "LANES": min(lanes, power_of_two(size))},
+        constants={"SIZE": size, "LANES": min(SILU_LANES, power_of_two(size))},
     )
     return arguments.variant(f"silu_mul, {dtype}, size {size}", silu_mul_rows, 4)
 
@@ -211,7 +212,7 @@ def moved_blocks(has_target_ids: bool, has_source_ids: bool) -> Variant:
         constants={
             "HAS_TARGET_IDS": has_target_ids,
             "HAS_SOURCE_IDS": has_source_ids,
-            "LANES": 1024,
+            "LANES": COPY_LANES,
         },
     )
     kind = {(True, True): "copy", (False, True): "gather", (True, False): "scatter"}

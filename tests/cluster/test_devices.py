@@ -10,7 +10,7 @@ import ray
 
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config, ConfigError, load_config
-from kvferry.cluster.devices import gpus_of, on_devices, reserved
+from kvferry.cluster.devices import gpus_for, gpus_of, on_devices, reserved
 from kvferry.cluster.ground import OwnGround
 from kvferry.cluster.settings import Share, kv_dtype, model_dtype, worker_setting
 from kvferry.engine.device.choice import DeviceUnavailable
@@ -65,6 +65,17 @@ def test_workers_may_share_a_gpu() -> None:
     assert on_devices(shared, 1).config.decode.device == "cuda"
     thirds = config(prefill__gpus=1 / 3, decode__gpus=1 / 3, prefill__replicas=2)
     assert on_devices(thirds, 1).config.prefill.device == "cuda"
+
+
+def test_a_worker_does_not_span_two_gpus() -> None:
+    large = config(colocated__replicas=3, colocated__gpus=0.6, prefill__replicas=0)
+    large = large.model_copy(update={"decode": large.decode.model_copy(update={"replicas": 0})})
+    assert on_devices(large, 2).config.colocated.device == "cpu"
+    assert on_devices(large, 3).config.colocated.device == "cuda"
+    assert gpus_for([(2, 0.5), (1, 1.0), (3, 0.3)]) == 3
+    assert gpus_for([(4, 1 / 3), (2, 2 / 3)]) == 3
+    assert gpus_for([(2, 2.0), (2, 0.5)]) == 5
+    assert gpus_for([]) == 0
 
 
 def test_more_workers_than_gpus_is_an_error_that_names_what_to_change() -> None:

@@ -60,10 +60,16 @@ def error(batch: Batch, expected: torch.Tensor, window: int | None, cap: float |
     return float((found.cpu().double() - expected).abs().max())
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
 @pytest.mark.parametrize("chunks", [MIXED, DECODE])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (100, None), (None, 5.0), (40, 5.0)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "window", "cap"),
+    [
+        (torch.float32, 64, 3, None, None),
+        (torch.float16, 128, 8, None, None),
+        *((torch.bfloat16, *shape, None, None) for shape in SHAPES),
+        *((torch.bfloat16, 64, 3, *option) for option in ((100, None), (None, 5.0), (40, 5.0))),
+    ],
+)
 def test_attention(
     dtype: torch.dtype,
     head_dim: int,
@@ -110,21 +116,53 @@ def test_stored_rows_have_the_bits_of_the_reference(kv_dtype: torch.dtype) -> No
         assert torch.equal(row_scales(pool)[:, LAYER, plane].cpu()[blocks, :, offsets], scales)
 
 
-def test_norms_and_activation() -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms_and_activation(dtype: torch.dtype) -> None:
     from kvferry.kernels import reference
     from kvferry.kernels import triton as kernels
 
     torch.manual_seed(0)
-    x, residual = torch.randn(33, 4096, device="cuda"), torch.randn(33, 4096, device="cuda")
-    weight = torch.randn(4096, device="cuda")
-    assert torch.allclose(
-        kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=1e-5
+    x, residual = (torch.randn(33, 4096, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.randn(4096, device="cuda").to(dtype)
+
+    def close(found: torch.Tensor, wide: torch.Tensor) -> bool:
+        """The wanted result is the reference's in float32, rounded once."""
+        return torch.allclose(found.float(), wide, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+    assert close(
+        kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x.float(), weight.float(), 1e-5)
     )
-    mine, theirs = residual.clone(), residual.clone()
+    mine, total = residual.clone(), residual + x
     found = kernels.add_rms_norm(x, mine, weight, 1e-5)
-    assert torch.allclose(found, reference.add_rms_norm(x, theirs, weight, 1e-5), atol=1e-5)
-    assert torch.equal(mine, theirs)
-    assert torch.allclose(kernels.silu_mul(x), reference.silu_mul(x), atol=1e-5)
+    assert torch.equal(mine, total)
+    assert close(found, reference.rms_norm(total.float(), weight.float(), 1e-5))
+    assert close(kernels.silu_mul(x), reference.silu_mul(x.float()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_rotary_embedding_with_the_write_into_the_pool(dtype: torch.dtype, head_dim: int) -> None:
+    from kvferry.kernels import reference
+    from kvferry.kernels import triton as kernels
+
+    torch.manual_seed(1)
+    fused = torch.randn(20, 10, head_dim, device="cuda").to(dtype)  # 6 queries, 2 keys, 2 values
+    angles = torch.randn(20, 1, head_dim, device="cuda")
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    pool = torch.full((4, 3, 2, 2, 8, head_dim), torch.nan, device="cuda", dtype=dtype)
+    slots = torch.randperm(32, device="cuda")[:20]
+    slots[7] = -1
+    q = kernels.rope_write_kv(fused[:, :8], fused[:, 8:], cos, sin, pool, LAYER, slots)
+    turned = reference.rope(fused[:, :8].float(), cos.float(), sin.float())
+    assert torch.allclose(q.float(), turned[:, :6], atol=3 * TOLERANCE[dtype])
+    written = slots >= 0
+    blocks, offsets = slots[written] // 8, slots[written] % 8
+    held = pool[:, LAYER].float()
+    assert torch.allclose(
+        held[blocks, 0, :, offsets], turned[written][:, 6:], atol=3 * TOLERANCE[dtype]
+    )
+    assert torch.equal(held[blocks, 1, :, offsets], fused[written][:, 8:].float())
+    assert int(pool.isfinite().sum()) == 19 * 2 * 2 * head_dim
 
 
 def test_blocks_are_copied_gathered_and_scattered() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.triton import tuning
+from kvferry.kernels.triton.attention import plan
 from kvferry.kernels.triton.resources import (
     UnreadableReport,
     amd_load_bits,
@@ -19,6 +20,7 @@ from kvferry.kernels.triton.tuning import (
     DECODE,
     MAX_SPLITS,
     PREFILL,
+    PREFILL_SPLITS,
     Tile,
     Work,
     default_tile,
@@ -105,3 +107,18 @@ def test_a_report_without_registers_is_no_report() -> None:
     verbose = "ptxas info : 16 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads"
     found = nvidia_resources(usage, verbose, "", 2048)
     assert (found.registers, found.spill_bytes, found.shared_bytes) == (168, 24, 2048)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 40])
+@pytest.mark.parametrize("context", [16, 4000, 100_000])
+def test_chunks_of_prompts_need_two_kernels_at_most(num_seqs: int, context: int) -> None:
+    work = Work(PREFILL, 128, 8, "bfloat16", "bfloat16")
+    for num_tokens in (num_seqs + 1, 64 * num_seqs, 4096):
+        found = plan(work, default_tile(work), num_tokens, num_seqs, 8, context, 132)
+        assert found.splits in (1, PREFILL_SPLITS)
+
+
+def test_what_differs_from_step_to_step_is_not_compiled_in() -> None:
+    from kvferry.kernels.triton.attention_kernels import attend
+
+    assert {"num_seqs", "table_stride"} <= set(attend.do_not_specialize)

@@ -31,7 +31,7 @@ def test_a_device_is_what_is_asked_for_or_what_there_is(
 
 
 def test_cuda_where_there_is_none_is_refused_with_what_to_change() -> None:
-    with pytest.raises(DeviceUnavailable, match=r"set decode\.device to cpu or auto") as caught:
+    with pytest.raises(DeviceUnavailable, match=r"set decode\.device to cpu, or install") as caught:
         choose_device("cuda", "decode", lambda: False)
     assert caught.value.exit_code == 2
 

@@ -125,6 +125,27 @@ def test_a_poisoned_key_poisons_those_who_see_it_and_nobody_else(
     assert torch.equal(found[others], clean[others])
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("plane", [0, 1])
+def test_what_lies_before_the_window_is_not_loaded(query_len: int, plane: int) -> None:
+    batch = build(Case(((60 - query_len, query_len),), 4, 2, 1, 8, torch.float32, seed=3))
+    before = attend(batch, 0.5, window=6)
+    for position in range(60 - query_len - 6 + 1):
+        block = batch.block_tables[0, position // 4]
+        batch.pool[block, LAYER, plane, :, position % 4] = torch.nan
+    assert torch.equal(attend(batch, 0.5, window=6), before)
+
+
+@pytest.mark.parametrize("kv_dtype", SCALED)
+def test_small_values_of_a_pool_with_scales_are_not_lost_in_float16(kv_dtype: torch.dtype) -> None:
+    batch = build(Case(((60, 1),), 16, 1, 2, 16, torch.float16, seed=3))
+    batch.pool[:, LAYER, 1] *= 1e-4
+    batch.v = [v * 1e-4 for v in batch.v]
+    batch = in_scaled(batch, kv_dtype)
+    expected = dense_attention(batch, 2, 3.0, None)
+    assert error_of(attend(batch, 3.0), expected) <= 1e-3 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("size", [30.0, 1e4])
 def test_large_scores_neither_overflow_nor_lose_the_winner(size: float) -> None:
     batch = build(Case(((70, 1), (20, 8)), 16, 1, 2, 16, torch.float32, seed=6))
