@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.cluster.adopting import our_actors
-from kvferry.cluster.config import Config
+from kvferry.cluster.config import Config, ConfigError
 from kvferry.cluster.errors import NotReady
 from kvferry.cluster.ground import Say
 from kvferry.cluster.joined_ground import KEEPER
@@ -32,6 +32,7 @@ from kvferry.kv_cache.errors import KVFerryError
 
 POLL_S = 0.1
 ANSWER_S = 5.0
+OPENNESS = ("server.tls", "server.auth", "tenants", "transfer.host")  # who gets in, and where
 STOP_S = 3 * LAST_CALL_S + 5.0  # beside the grace that streams have
 
 
@@ -49,13 +50,15 @@ class KeptCluster:
     """See the module; attributes as those of ``launcher.Cluster``."""
 
     def __init__(
-        self, keeper: Any, namespace: str, doors: RouterEndpoints, owns_connection: bool
+        self, keeper: Any, config: Config, doors: RouterEndpoints, owns_connection: bool
     ) -> None:
+        """``config``: what the cluster runs by."""
+        self.config = config
         self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.startup_s = 0.0
         self._keeper = keeper
-        self._namespace = namespace
+        self._namespace = config.ray.namespace
         self._owns_connection = owns_connection  # else we are in an actor, or somebody's driver
         self._stopped = False
 
@@ -65,7 +68,8 @@ class KeptCluster:
     ) -> KeptCluster:
         """Find the cluster of the namespace, or start one by ``resolve``'s configuration and model.
 
-        Returns when it is ready. Raises whatever kept a part from starting.
+        Returns when it is ready. Raises whatever kept a part from starting, and ConfigError if the
+        cluster that runs is open to others than ``config`` says.
         """
         began = time.monotonic()
         config = absolute_paths(config)  # the keeper runs in another folder
@@ -85,11 +89,12 @@ class KeptCluster:
             if is_new or isinstance(error, KVFerryError):  # it says itself that nothing came of it
                 take_down(namespace, 0.0)
             raise
+        running: Config = get(keeper.config.remote())
         if not is_new:
-            running: Config = get(keeper.config.remote())
+            check_openness(config, running)
             for line in differences(config.model_dump(), running.model_dump()):
                 say(f"warning: {line}: 'kvferry down' and serve again to change it")
-        cluster = cls(keeper, namespace, doors, owns_connection)
+        cluster = cls(keeper, running, doors, owns_connection)
         cluster.startup_s = time.monotonic() - began
         return cluster
 
@@ -147,6 +152,26 @@ def take_down(namespace: str, grace_s: float) -> TakenDown:
         ray.kill(keeper)
     sweep(namespace)  # what a keeper has left that could not answer
     return TakenDown(address, keeper is not None, actors, groups)
+
+
+def check_openness(ours: Config, theirs: Config) -> None:
+    """Raise ConfigError if a cluster that runs lets others in than ``ours`` would.
+
+    Only keys are named: values may be secret.
+    """
+    keys = [key for key in OPENNESS if _at(ours, key) != _at(theirs, key)]
+    if keys:
+        raise ConfigError(
+            f"a cluster runs in namespace {theirs.ray.namespace} that has otherwise: "
+            f"{', '.join(keys)}; end it first with 'kvferry down', or serve with its values"
+        )
+
+
+def _at(config: Config, key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def differences(

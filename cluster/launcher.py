@@ -68,6 +68,7 @@ class Cluster:
     """A running cluster; ends with ``stop`` or as a context manager.
 
     Attributes:
+        config: what it runs by; it says which device each role is on.
         grpc, http, metrics: HOST:PORT of each door; None: no such door.
         ray_address: address of the Ray cluster.
         startup_s: seconds from the call of ``start`` to readiness.
@@ -89,7 +90,7 @@ class Cluster:
         self.metrics = config.server.metrics
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.startup_s = 0.0
-        self._config = config
+        self.config = config
         self._model_folder = model_folder
         self._ground = ground
         self._logs = log_settings(config)
@@ -143,13 +144,13 @@ class Cluster:
     def _open(self, progress: Say) -> None:
         for line in self._sizes.lines:
             progress(line)
-        if self._ground.host != LOOPBACK and self._config.transfer.connector != "shm":
+        if self._ground.host != LOOPBACK and self.config.transfer.connector != "shm":
             progress(
                 "warning: workers are read on their nodes' addresses (transfer.host): who reads "
                 "must know the cluster's key, but KV blocks over TCP are not encrypted; keep "
                 "others off that network"
             )
-        wanted = first_workers(self._config)
+        wanted = first_workers(self.config)
         self._ground.assign(wanted, progress)
         progress(f"starting {len(wanted)} workers and the router")
         self._router = self._new_router()
@@ -163,7 +164,7 @@ class Cluster:
             progress(f"{worker.member.ref.node_id}: {worker.pool_arithmetic}")
         for warning in sorted({w.kernels_warning for w in workers if w.kernels_warning}):
             progress(f"warning: {warning}")
-        self._model = served_model(workers, self._config.model.served_name)
+        self._model = served_model(workers, self.config.model.served_name)
         self._opened(get(self._router.start.remote(self._model, workers)))
         self._wait_ready(progress)
         router = RunningRouter(self._router, *get(self._router.whereabouts.remote(node_id)))
@@ -195,7 +196,7 @@ class Cluster:
             Starts(self._start_worker, self._restart_router),
             workers,
             router,
-            max(LEAST_ROUTER_SILENCE_S, self._config.router.heartbeat_timeout),
+            max(LEAST_ROUTER_SILENCE_S, self.config.router.heartbeat_timeout),
             Orders(self._scale_soon, self._ground.release),
         )
         self._supervision.start()
@@ -216,7 +217,7 @@ class Cluster:
         ref = NodeRef(ROUTER_NAME, next_epoch())
         doors = RouterEndpoints(self.grpc, self.http, self.metrics)
         settings = router_settings(
-            self._config, self._model_folder, ref, doors, self._key, self._ground.host
+            self.config, self._model_folder, ref, doors, self._key, self._ground.host
         )
         options = self._ground.router_options(ref)
         return remote_actor(RouterActor, 1, options).remote(settings, self._logs)
@@ -226,7 +227,7 @@ class Cluster:
         ref = NodeRef(name, next_epoch())
         role, share = self._ground.names()[name], self._ground.share(name)
         setting = worker_setting(
-            self._config, self._model_folder, self._sizes, role, ref, share, self._key
+            self.config, self._model_folder, self._sizes, role, ref, share, self._key
         )
         options = self._ground.worker_options(ref)
         actor = remote_actor(ROLES[role], share.threads, options).remote(setting, self._logs)

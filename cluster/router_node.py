@@ -173,38 +173,51 @@ class RouterNode:
         caller: Caller = ANYBODY,
     ) -> RoutedRequest:
         """Begin a caller's stream; items for the client go to ``emit``. Raises Overloaded."""
+        tenants, output = self.access.tenants, spec.num_branches * spec.max_output_tokens
         if caller.tenant:
-            emit = self._metered(spec.request_id, emit, caller)
+            emit = self._metered(spec.request_id, emit, caller, output)
         skip = spec.sampling.skip_special_tokens
         sessions = [
             Session(spec, IncrementalDetokenizer(self.intake.tokenizer, skip), emit)
             for _ in spec.branches
         ]
         session = sessions[0] if len(sessions) == 1 else BranchedSession(sessions, emit)
+        most = len(spec.prompt_token_ids) + output
         try:
-            self.access.tenants.check(caller, "", self.clock())  # others may have come meanwhile
-            request = self.router.submit(spec, session, self.clock(), received_at)
+            tenants.check(caller, "", self.clock())  # others may have come meanwhile
+            tenants.began(caller, most, self.clock())
+            try:
+                request = self.router.submit(spec, session, self.clock(), received_at)
+            except Exception:  # nothing has begun
+                tenants.ended(caller, most, self.clock())
+                raise
         except Exception as error:  # whatever it is, it is counted and goes on to the door
             self._tenant_of.pop(spec.request_id, None)
             self.router.recorder.rejected(error)
             raise
-        self.access.tenants.used(caller, len(spec.prompt_token_ids), self.clock())
         self._flush()
         return request
 
     def _metered(
-        self, request_id: RequestId, emit: Callable[[SessionItem], None], caller: Caller
+        self,
+        request_id: RequestId,
+        emit: Callable[[SessionItem], None],
+        caller: Caller,
+        output: int,
     ) -> Callable[[SessionItem], None]:
-        """``emit``, where a tenant's tokens are counted, and the request is known as the tenant's
-        until it ends.
+        """``emit``, where a tenant gets back what it does not use of ``output`` tokens, and the
+        request is known as the tenant's until it ends.
         """
         self._tenant_of[request_id] = caller.tenant
+        unused = output
 
         def metered(item: SessionItem) -> None:
+            nonlocal unused
             if isinstance(item, TextDelta):
-                self.access.tenants.used(caller, len(item.run.token_ids), self.clock())
+                unused -= len(item.run.token_ids)
             elif isinstance(item, SessionEnd):
                 self._tenant_of.pop(request_id, None)
+                self.access.tenants.ended(caller, unused, self.clock())
             emit(item)
 
         return metered

@@ -19,8 +19,10 @@ BURST_S = 10.0
 class TokenBucket:
     """Refills at ``rate`` per second up to ``BURST_S`` seconds' worth; begins full.
 
-    What is used is only known afterwards, so the bucket may go below zero; nothing may begin
-    before it is above zero again. In the long run no more than ``rate`` is used per second.
+    What a request may use at most is taken when it begins, and what it has left over is given back
+    when it ends. The bucket may go below zero by that; nothing may begin before it is above zero
+    again. So what is under way is bounded too: at any time no more than ``rate`` per second, the
+    burst, and one request have been used.
     """
 
     def __init__(self, rate: float, now: float = float("-inf")) -> None:
@@ -34,10 +36,15 @@ class TokenBucket:
         self._refill(now)
         return 0.0 if self._level > 0 else (1.0 - self._level) / self._rate
 
-    def use(self, tokens: int, now: float) -> None:
-        """So many have been used."""
+    def take(self, tokens: int, now: float) -> None:
+        """Something begins that uses so many at most."""
         self._refill(now)
         self._level -= tokens
+
+    def give_back(self, tokens: int, now: float) -> None:
+        """It has ended, and so many of those taken were not used."""
+        self._refill(now)
+        self._level = min(self._most, self._level + tokens)
 
     def _refill(self, now: float) -> None:
         if now > self._at:
@@ -80,8 +87,8 @@ class Tenants:
         if wait_s > 0:
             rate = self._by_name[caller.tenant].tokens_per_s
             raise Overloaded(
-                f"tenant {caller.tenant!r} has used its {rate:g} tokens per second; try again in "
-                f"{wait_s:.1f} s",
+                f"tenant {caller.tenant!r} has used its {rate:g} tokens per second, or has set "
+                f"them aside for requests that run; try again in {wait_s:.1f} s",
                 retry_after_s=wait_s,
             )
 
@@ -96,8 +103,14 @@ class Tenants:
         salt = self._by_name[caller.tenant].salt if caller.tenant else ""
         return f"{len(salt)}:{salt}:{own}"
 
-    def used(self, caller: Caller, tokens: int, now: float) -> None:
-        """Tokens of the caller were taken in or delivered."""
+    def began(self, caller: Caller, most: int, now: float) -> None:
+        """A request of the caller begins: prompt and output have ``most`` tokens, set aside."""
         bucket = self._buckets.get(caller.tenant)
         if bucket is not None:
-            bucket.use(tokens, now)
+            bucket.take(most, now)
+
+    def ended(self, caller: Caller, unused: int, now: float) -> None:
+        """It has ended; so many of the tokens set aside were neither prompt nor delivered."""
+        bucket = self._buckets.get(caller.tenant)
+        if bucket is not None:
+            bucket.give_back(unused, now)

@@ -93,9 +93,9 @@ def run(args: argparse.Namespace) -> Result:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
         with ProgressLine(quiet=False, on_news=signals.check) as progress:
-            for warning in warnings(config, os.environ.get("RAY_AUTH_MODE")):
-                progress.say(f"warning: {warning}")
             cluster = start(config, progress)
+            for warning in warnings(cluster.config, os.environ.get("RAY_AUTH_MODE")):
+                progress.say(f"warning: {warning}")
         if args.detach:
             announce(cluster, args.ready_file)
             leave(cluster)

@@ -18,10 +18,12 @@ from kvferry.worker.logs import set_up_logging
 class RunningCluster(Protocol):
     """What commands need of ``kvferry.cluster.launcher.Cluster``.
 
+    ``config`` is what it runs by, which on a Ray that was joined may not be what was asked for.
     ``grpc``, ``http`` and ``metrics`` (None: no such door) are HOST:PORT; ``startup_s`` is the
     seconds from the call to readiness.
     """
 
+    config: Config
     grpc: str
     http: str | None
     metrics: str | None

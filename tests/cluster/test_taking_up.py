@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.cluster.adopting import by_worker
-from kvferry.cluster.config import Config, load_config
-from kvferry.cluster.kept import differences
+from kvferry.cluster.config import Config, ConfigError, load_config
+from kvferry.cluster.kept import check_openness, differences
 
 
 def test_the_newest_life_of_each_worker_counts_and_older_ones_are_stale() -> None:
@@ -45,3 +47,23 @@ def test_what_the_running_cluster_has_otherwise_is_named_but_not_how_it_is_reach
         "decode.replicas is 3 in the running cluster, not 2",
         "decode.resources is {'GPU': 1.0} in the running cluster, not {}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"server.tls": {"cert": "a.pem", "key": "a.key"}}, "server.tls"),
+        ({"server.auth": {"tokens_file": "tokens"}}, "server.auth"),
+        ({"tenants": {"acme": {"key_file": "acme.key", "salt": "hidden"}}}, "tenants"),
+        ({"transfer.host": "loopback"}, "transfer.host"),
+    ],
+)
+def test_a_running_cluster_that_lets_others_in_is_not_taken_up(
+    more: dict[str, object], key: str
+) -> None:
+    asked, running = load_config(None, more), load_config(None, {})
+    for ours, theirs in ((asked, running), (running, asked)):
+        with pytest.raises(ConfigError, match=f"otherwise: {key};") as caught:
+            check_openness(ours, theirs)
+        assert "hidden" not in str(caught.value)
+    check_openness(asked, asked)
