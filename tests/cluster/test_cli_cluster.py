@@ -31,6 +31,7 @@ class FakeCluster:
     startup_s = 1.5
 
     def __init__(self, endpoint: str) -> None:
+        self.config = Config()
         self.grpc = endpoint
         self.stopped = 0
 
@@ -215,6 +216,7 @@ class Cluster:
 
 def start(config, progress):
     {start}
+    Cluster.config = config
     return Cluster()
 
 serve.start = start

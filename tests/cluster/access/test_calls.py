@@ -22,7 +22,7 @@ from kvferry.cluster.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from tests.cluster.access.locked import ACME, OPERATOR, SLOW, ZETA, Locked
+from tests.cluster.access.locked import ACME, OPERATOR, SLOW, THRIFTY, ZETA, Locked
 from tests.cluster.http_door.test_errors import error_of
 from tests.stack import BLOCK, LONG_S, Stack, eventually
 
@@ -219,6 +219,17 @@ def test_beyond_its_rate_a_tenant_is_told_when_to_come_again(
     assert 60 < int(answer.headers["retry-after"]) <= 170
     with locked.client(ACME) as client:
         assert client.generate_text("x", **SHORT).usage.completion_tokens == 2
+
+
+def test_what_a_request_does_not_use_is_given_back(locked: Locked) -> None:
+    """Of the ten tokens that were saved up it may use far more, and uses three."""
+    asked: dict[str, Any] = {"token_ids": [5], "max_tokens": 100, "ignore_eos": True}
+    with locked.client(ACME) as client:
+        first = client.generate_text(**asked).output_token_ids
+    with locked.client(THRIFTY) as client:
+        done = client.generate_text(**asked, stop_token_ids=[first[1]])
+        assert done.usage.completion_tokens <= 2
+        client.generate_text(**asked)
 
 
 def test_a_token_that_is_no_text_is_refused(locked: Locked) -> None:
