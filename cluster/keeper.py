@@ -21,6 +21,7 @@ from kvferry.cluster.adopting import look, our_actors
 from kvferry.cluster.config import Config
 from kvferry.cluster.devices import on_devices
 from kvferry.cluster.errors import Cancelled, Internal
+from kvferry.cluster.gathering import gather
 from kvferry.cluster.ground import Say
 from kvferry.cluster.joined_ground import KEEPER, JoinedGround, Record, clear, load_record
 from kvferry.cluster.launcher import Cluster
@@ -117,6 +118,10 @@ class Keeper:
             raise Cancelled("the cluster is being taken down")
         self._lines.append(line)
 
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise Cancelled("the cluster is being taken down")
+
     def _run(self) -> None:
         while True:
             try:
@@ -148,9 +153,10 @@ class Keeper:
         fresh = Record(
             config=self._config.model_dump(mode="json"),
             model_folder=str(self._model_folder),
-            num_gpus=num_gpus(),
             secret=new_key().secret.hex(),
         )
+        gather(self._config, self._places, fresh, self._say, time.monotonic, self._pause)
+        fresh.num_gpus = num_gpus()
         cluster = self._cluster_on(fresh, self._say)
         cluster.open(self._say)
         return cluster

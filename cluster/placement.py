@@ -44,35 +44,28 @@ class Wish:
     why: str
 
 
-def threads_for(num_workers: int, cpus: Sequence[float]) -> int:
-    """Threads of each of ``num_workers`` alike that nodes with so many free CPUs hold together.
-
-    The largest number with which all fit; 1 if they do not even then.
-    """
-    most = int(max(cpus, default=0))
-    for threads in range(most, 1, -1):
-        if sum(int(free) // threads for free in cpus) >= num_workers:
-            return threads
-    return 1
-
-
 def share_threads(
     counts: Mapping[str, int],
     fixed: Mapping[str, int],
     resources: Mapping[str, Bundle],
     nodes: Sequence[NodeView],
 ) -> dict[str, int]:
-    """Threads of a role's workers: as ``fixed``, else an equal share of what those leave free."""
-    told = [
-        Want(role, role, bundle_for(resources.get(role, {}), fixed[role]))
-        for role, count in counts.items()
-        if role in fixed
-        for _ in range(count)
-    ]
-    _, left = place(told, nodes)
-    open_count = sum(count for role, count in counts.items() if role not in fixed)
-    share = threads_for(open_count, [node.free.get("CPU", 0.0) for node in left])
-    return {role: fixed.get(role, share) for role in counts}
+    """Threads of a role's workers: as ``fixed``; for all others one number, the largest with which
+    every one of them fits somewhere, given its other ``resources`` too. 1 if they do not even then.
+    """
+    free = [role for role in counts if role not in fixed]
+    most = max((int(node.free.get("CPU", 0.0)) for node in nodes), default=0) if free else 0
+    for share in range(most, 1, -1):
+        threads = {role: fixed.get(role, share) for role in counts}
+        wants = [
+            Want(role, role, bundle_for(resources.get(role, {}), threads[role]))
+            for role in sorted(counts, key=lambda role: role in free)  # those first that are told
+            for _ in range(counts[role])
+        ]
+        wishes, _ = place(wants, nodes)
+        if all(wish.node_id is not None for wish in wishes if wish.want.role in free):
+            return threads
+    return {role: fixed.get(role, 1) for role in counts}
 
 
 def bundle_for(resources: Bundle, threads: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvferry.kv_transfer.choosing import endpoints_of
 from kvferry.worker.build import WorkerSettings, build_worker
-from kvferry.worker.cores import CoreClaim, claim_cores, pin
+from kvferry.worker.cores import CoreClaim, own_cores, pin
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.logs import LogSettings, set_up_logging
 from kvferry.worker.messages import Member
@@ -53,7 +53,7 @@ class WorkerActor:
         if host is not None:
             self._settings = replace(self._settings, host=host)
         if self._settings.pin_cores:
-            self._claim = claim_cores(self._settings.threads)
+            self._claim = own_cores(self._settings.threads)
             placement = f"{placement}; {self._claim.why}" if placement else self._claim.why
         if self._claim.cores:
             pin(self._claim.cores)

@@ -5,7 +5,9 @@ it, and takes it back when that process ends, however it does. So nobody keeps a
 different clusters get different cores too, and there is nothing to clean up. Ranges are taken in
 NUMA order and aligned to their size, so that none lies across two memory nodes if it need not.
 
-The reach is that of abstract sockets, the network namespace. Claims keep friends apart; they are no
+The reach is that of abstract sockets, the network namespace. In a container with a network of its
+own the claims of others cannot be seen, though the cores are everybody's: there nothing is pinned,
+nor where a quota limits processor time and not cores. Claims keep friends apart; they are no
 protection against foes, and a worker that gets no range runs unpinned, as without this module.
 """
 
@@ -17,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+NETWORKS = Path("/sys/class/net")
+QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
 NUMA_FOLDER = Path("/sys/devices/system/node")
 TRIES = 3  # two that try overlapping ranges at once may both give way
 
@@ -67,6 +71,33 @@ def candidate_ranges(number: int, groups: Sequence[Sequence[int]]) -> list[tuple
     usable = len(rest) - len(rest) % number
     across = [tuple(rest[at : at + number]) for at in range(0, usable, number)]
     return inside + across
+
+
+def own_cores(number: int) -> CoreClaim:
+    """Claim ``number`` cores of this host, where claims keep its workers apart."""
+    reason = obstacle([name for _, name in socket.if_nameindex()])
+    return claim_cores(number) if reason is None else CoreClaim((), f"not pinned: {reason}")
+
+
+def obstacle(
+    interfaces: Sequence[str], networks: Path = NETWORKS, quotas: Sequence[Path] = QUOTAS
+) -> str | None:
+    """Why claims would not keep the workers of this machine apart; None: they do.
+
+    Of the network ``interfaces`` seen from here those of hardware have a ``device`` in a folder of
+    ``networks``; ``quotas`` are the files, of either version of control groups, that limit a
+    container.
+    """
+    for file in quotas:
+        try:
+            quota = file.read_text(encoding="ascii").split()[:1]
+        except OSError:  # the other version, or none
+            continue
+        if quota not in ([], ["max"], ["-1"]):
+            return "this container has a limit of processor time, not cores of its own"
+    if not any((networks / name / "device").exists() for name in interfaces):
+        return "this container has a network of its own: whose cores are whose cannot be seen here"
+    return None
 
 
 def claim_cores(number: int, prefix: str = "kvferry-core") -> CoreClaim:

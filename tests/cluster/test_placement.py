@@ -13,7 +13,6 @@ from kvferry.cluster.placement import (
     fits,
     place,
     share_threads,
-    threads_for,
 )
 
 
@@ -51,6 +50,10 @@ def test_a_node_that_lacks_something_is_none_and_the_only_one_left_is_said() -> 
     assert (wish.node_id, wish.why) == (None, "no node had 1 TPU free: Ray placed it later")
 
 
+def shared(workers: int, nodes: list[NodeView], **resources: float) -> int:
+    return share_threads({"decode": workers}, {}, {"decode": resources}, nodes)["decode"]
+
+
 @pytest.mark.parametrize(
     ("workers", "cpus", "threads"),
     [(2, [4], 2), (3, [4], 1), (3, [4, 4], 2), (3, [3, 3], 1), (1, [16], 16), (5, [2], 1)],
@@ -58,19 +61,32 @@ def test_a_node_that_lacks_something_is_none_and_the_only_one_left_is_said() -> 
 def test_threads_are_the_most_with_which_all_fit(
     workers: int, cpus: list[float], threads: int
 ) -> None:
-    assert threads_for(workers, cpus) == threads
+    assert shared(workers, [node(str(at), cpu) for at, cpu in enumerate(cpus)]) == threads
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 16), min_size=1, max_size=5))
 def test_what_the_threads_make_fits_wherever_one_thread_each_would(
     workers: int, cpus: list[int]
 ) -> None:
-    threads = threads_for(workers, [float(cpu) for cpu in cpus])
     nodes = [node(str(at), cpu) for at, cpu in enumerate(cpus)]
+    threads = shared(workers, nodes)
     placed = chosen("decode", workers, nodes, CPU=threads)
     if sum(cpus) >= workers:
         assert None not in placed
     assert threads == 1 or sum(cpu // (threads + 1) for cpu in cpus) < workers
+
+
+def test_a_large_node_that_a_role_cannot_go_to_lends_it_no_threads() -> None:
+    nodes = [node("1", 31), node("2", 16, P=1), node("3", 4, D=1)]
+    resources = {"prefill": {"P": 1.0}, "decode": {"D": 1.0}}
+    counts = {"prefill": 1, "decode": 1}
+    assert share_threads(counts, {}, resources, nodes) == {"prefill": 4, "decode": 4}
+    told = share_threads(counts, {"decode": 2}, resources, nodes)
+    assert told == {"prefill": 16, "decode": 2}
+    assert share_threads(counts, {}, {**resources, "decode": {"E": 1.0}}, nodes) == {
+        "prefill": 1,
+        "decode": 1,
+    }
 
 
 @given(

@@ -32,8 +32,7 @@ CONFIG: dict[str, Any] = {
     "scheduler": {"max_num_batched_tokens": 96, "chunk_tokens": 64},
     "prefill": {"threads": 1, "resources": {"kvferry_prefill": 1}},
     "decode": {"threads": 1, "resources": {"kvferry_decode": 1}},
-    # The machines share their processors: each would take the same ones for its own.
-    "ray": {"address": f"10.77.0.1:{RAY_PORT}", "pin_cores": False},
+    "ray": {"address": f"10.77.0.1:{RAY_PORT}"},
 }
 
 

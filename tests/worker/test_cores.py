@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.worker.cores import candidate_ranges, claim_cores, numa_order, parse_cores
+from kvferry.worker.cores import candidate_ranges, claim_cores, numa_order, obstacle, parse_cores
 
 
 def test_lists_of_cores_are_read_as_linux_writes_them() -> None:
@@ -44,6 +46,30 @@ def test_ranges_are_disjoint_and_use_all_that_makes_up_a_range(
         == sum(len(group) // number for group in groups)
         + sum(len(group) % number for group in groups) // number
     )
+
+
+@pytest.mark.parametrize(
+    ("quota", "interfaces", "why"),
+    [
+        ("max 100000\n", ["lo", "nic0"], None),
+        ("-1\n", ["lo", "nic0"], None),
+        (None, ["lo", "nic0"], None),
+        ("800000 100000\n", ["lo", "nic0"], "limit of processor time"),
+        ("400000\n", ["lo", "nic0"], "limit of processor time"),
+        ("max 100000\n", ["lo", "veth0"], "a network of its own"),
+        (None, [], "a network of its own"),
+    ],
+)
+def test_in_a_container_cores_are_not_claimed(
+    tmp_path: Path, quota: str | None, interfaces: list[str], why: str | None
+) -> None:
+    for name in ("lo", "veth0", "nic0"):
+        (tmp_path / "net" / name).mkdir(parents=True)
+    (tmp_path / "net" / "nic0" / "device").mkdir()
+    if quota is not None:
+        (tmp_path / "quota").write_text(quota, encoding="ascii")
+    found = obstacle(interfaces, tmp_path / "net", [tmp_path / "other", tmp_path / "quota"])
+    assert found is None if why is None else found is not None and why in found
 
 
 def test_two_claims_are_disjoint_and_a_released_one_is_free_again() -> None:
