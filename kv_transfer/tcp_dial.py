@@ -59,9 +59,10 @@ class Dial:
         self._ours = ours
         self._options = options
         self._deadline = options.clock() + options.connect_timeout_s
-        self._hello = hello_packet(Hello((wanted.worker_id, wanted.epoch), ours))
+        meant = (wanted.worker_id, wanted.epoch)
+        self._hello = hello_packet(Hello(meant, ours))
         key = options.key
-        self._proving = None if key is None else ReaderSide(key, os.urandom(NONCE_BYTES))
+        self._proving = None if key is None else ReaderSide(key, os.urandom(NONCE_BYTES), meant)
         first = self._hello if self._proving is None else self._proving.knock(VERSION)
         self._unsent = frame(first)
         self._received = bytearray()
@@ -110,12 +111,12 @@ class Dial:
             self._connecting = False
         try:
             self._send()
-            if self._proving is not None:
+            if self._proving is not None and not self._proving.has_signed:
                 signed = self._proving.signed(VERSION, self._hear(), self._hello)
-                self._proving = None
                 self._unsent = frame(signed)
                 self._send()
-            return self._greeting(self._hear())
+            reply = self._hear()
+            return self._greeting(reply if self._proving is None else self._proving.opened(reply))
         except BlockingIOError:
             return None
 

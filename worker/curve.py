@@ -62,10 +62,11 @@ class Callers:
     """Whose connection an event is of: pure book-keeping of a socket monitor's events.
 
     The monitor names a connection, by its descriptor, where it begins and where it ends, and a
-    handshake that fails ends its connection at once. Of one that is decided by the cluster's key it
-    says only that there is one. That is taken to be the youngest undecided: honest handshakes take a
-    few milliseconds. If it was another, whose end comes later than a handshake may take, that one
-    is known to have been decided then; so a wrong guess hides one refusal at most, and makes none.
+    handshake that fails ends its connection at once. Of one that is decided by the cluster's key
+    it says only that there is one. That is taken to be the youngest undecided: honest handshakes
+    take a few milliseconds. If it was another, that one is known to have been decided once it has
+    stayed for longer than a handshake may take. So a wrong guess hides one refusal at most, and
+    takes a member for refused only if that leaves within those seconds.
     """
 
     def __init__(self, handshake_s: float = HANDSHAKE_S) -> None:
@@ -183,8 +184,8 @@ class DoorKeeper:
 def _peer_of(descriptor: int) -> str:
     """The other end of a connection that ZeroMQ has accepted, if it still has it.
 
-    A duplicate is asked, so that ZeroMQ's own descriptor stays its own whatever happens here. If the
-    connection has ended meanwhile, the number may stand for another: at worst the log names that.
+    A duplicate is asked, so that ZeroMQ's own descriptor stays its own whatever happens here. If
+    the connection has ended meanwhile, the number may stand for another: at worst the log names it.
     """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:

@@ -6,8 +6,8 @@ not take is dropped and counted (the lists heal it). With a cluster key both are
 authenticated (``worker.curve``). Knows envelopes only as bytes with a destination; does not know
 what any message means.
 
-A long message travels in frames, because ZeroMQ's bound on a frame holds for strangers too: it takes
-memory for what a peer announces before it knows who that is.
+A long message travels in frames, because ZeroMQ's bound on a frame holds for strangers too: it
+takes memory for what a peer announces before it knows who that is.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def knock_at_locked_tcp(count: int, random: Random) -> Counter[str]:
     memory = allocate_private(4, LAYOUT.block_bytes())
     with closing(TcpConnector(memory, key=KEY, **IDENTITY)) as connector:  # type: ignore[arg-type]
         source, info = connector.source, connector.local_info()
-        good = [frame(encode_knock(VERSION, bytes(NONCE_BYTES)))]
+        good = [frame(encode_knock(VERSION, bytes(NONCE_BYTES), ("source", 7)))]
         good.append(tcp_hello(TcpHello(("source", 7), info)))
         good.append(
             good[0] + frame(bytes(PROOF_BYTES) + hello_packet(TcpHello(("source", 7), info)))
