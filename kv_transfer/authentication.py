@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from enum import Enum
+from typing import Final
 
 from kvferry.kv_transfer.handshake import (
     HandshakeRefused,
@@ -30,6 +32,19 @@ from kvferry.kv_transfer.handshake import (
 
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
+
+
+class NoKey(Enum):
+    """Stands where a key is wanted, and says that anybody who reaches the address gets in.
+
+    For use inside one process, and for trials; never a default: who forgets the key must not open
+    a port.
+    """
+
+    NO_KEY = "no key"
+
+
+NO_KEY: Final = NoKey.NO_KEY
 
 _PURPOSE = b"kvferry-kv-2 "
 _SOURCE = b"source"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.kv_transfer.choosing import TCP
 from kvferry.kv_transfer.compatibility import check_compatible, check_memory
 from kvferry.kv_transfer.connector import (
@@ -75,7 +76,7 @@ class TcpConnector:
         max_pending_per_host: int = 8,
         max_connections: int = 256,
         socket_buffer_bytes: int | None = None,
-        key: bytes | None = None,
+        key: bytes | NoKey,
         tamper: Tamper | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +98,7 @@ class TcpConnector:
         self._next_id = 1
         self._closed = False
         self._dial_options = DialOptions(
-            connect_timeout_s, silence_timeout_s, socket_buffer_bytes, clock, key
+            connect_timeout_s, silence_timeout_s, socket_buffer_bytes, clock, key=key
         )
         info = PeerInfo(
             worker_id=worker_id,

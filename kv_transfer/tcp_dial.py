@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.kv_transfer.authentication import NONCE_BYTES, ReaderSide
+from kvferry.kv_transfer.authentication import NONCE_BYTES, NoKey, ReaderSide
 from kvferry.kv_transfer.compatibility import check_compatible, check_identity
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused
@@ -39,14 +39,14 @@ class DialOptions:
         connect_timeout_s: for connection and handshake together.
         silence_timeout_s: after which a source whose host does not answer is given up.
         socket_buffer_bytes: fixed kernel buffers; None lets them size themselves.
-        key: the cluster's, which both ends must know; None: they need not.
+        key: the cluster's, which both ends must know.
     """
 
     connect_timeout_s: float = 1.0
     silence_timeout_s: float = 20.0
     socket_buffer_bytes: int | None = None
     clock: Callable[[], float] = time.monotonic
-    key: bytes | None = field(default=None, repr=False)
+    key: bytes | NoKey = field(kw_only=True, repr=False)
 
 
 class Dial:
@@ -62,7 +62,9 @@ class Dial:
         meant = (wanted.worker_id, wanted.epoch)
         self._hello = hello_packet(Hello(meant, ours))
         key = options.key
-        self._proving = None if key is None else ReaderSide(key, os.urandom(NONCE_BYTES), meant)
+        self._proving = None
+        if not isinstance(key, NoKey):
+            self._proving = ReaderSide(key, os.urandom(NONCE_BYTES), meant)
         first = self._hello if self._proving is None else self._proving.knock(VERSION)
         self._unsent = frame(first)
         self._received = bytearray()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from kvferry.kv_transfer.authentication import NONCE_BYTES, SourceSide
+from kvferry.kv_transfer.authentication import NONCE_BYTES, NoKey, SourceSide
 from kvferry.kv_transfer.compatibility import check_compatible
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused
@@ -103,7 +103,7 @@ class TcpSource:
         port: int = 0,
         advertise_host: str | None = None,
         limits: SourceLimits,
-        key: bytes | None = None,
+        key: bytes | NoKey,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.answered = 0
@@ -193,7 +193,7 @@ class TcpSource:
         tune(connection, limits.silence_timeout_s, limits.socket_buffer_bytes)
         deadline = self._clock() + limits.handshake_timeout_s
         proving = None
-        if self._key is not None:
+        if not isinstance(self._key, NoKey):
             ourselves = (self.info.worker_id, self.info.epoch)
             proving = SourceSide(self._key, os.urandom(NONCE_BYTES), ourselves)
         reader = _Reader(connection, name, host, BlockSender(self._pool), deadline, proving)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
+from kvferry.kv_transfer.authentication import NoKey
+
 SECRET_BYTES = 32
 
 
@@ -45,6 +47,11 @@ class ClusterKey:
 
     def _derived(self, purpose: bytes) -> bytes:
         return hashlib.blake2b(self.secret, digest_size=32, person=b"kvferry-" + purpose).digest()
+
+
+def for_blocks(key: ClusterKey | NoKey) -> bytes | NoKey:
+    """What is made for blocks from a key; without one, nothing is wanted of readers either."""
+    return key if isinstance(key, NoKey) else key.for_blocks()
 
 
 def new_key() -> ClusterKey:

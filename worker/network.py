@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.codec import BadMessage, decode, encode
 from kvferry.worker.curve import HANDSHAKE_S, DoorKeeper, dress
@@ -43,7 +44,7 @@ class Network:
         bind_host: interface to listen on.
         on_envelope: called on the network thread for every message that decodes.
         beats: asked every ``beat_period`` seconds for heartbeats to send.
-        key: what every peer must know; None: anybody who reaches the address may send.
+        key: what every peer must know.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Network:
         on_envelope: Callable[[Envelope], None],
         beats: Callable[[], Iterable[Outgoing]] | None = None,
         beat_period: float = 0.5,
-        key: ClusterKey | None = None,
+        *,
+        key: ClusterKey | NoKey,
     ) -> None:
         self.dropped: Counter[str] = Counter()
         self._on_envelope = on_envelope
@@ -63,7 +65,7 @@ class Network:
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.LINGER, 0)
         _bound(self._pull)
-        self._keys = None if key is None else key.for_messages()
+        self._keys = None if isinstance(key, NoKey) else key.for_messages()
         self._keeper: DoorKeeper | None = None
         if self._keys is not None:
             self._keeper = DoorKeeper(self._context, self._pull, self._keys)

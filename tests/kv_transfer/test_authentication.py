@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kv_transfer.authentication import (
+    NO_KEY,
     NONCE_BYTES,
     PROOF_BYTES,
+    NoKey,
     ReaderSide,
     SourceSide,
     encode_knock,
@@ -50,10 +52,10 @@ def source() -> Iterator[TcpConnector]:
 
 
 @pytest.fixture
-def reader() -> Iterator[Callable[[bytes | None], TcpConnector]]:
+def reader() -> Iterator[Callable[[bytes | NoKey], TcpConnector]]:
     made: list[TcpConnector] = []
 
-    def make(key: bytes | None) -> TcpConnector:
+    def make(key: bytes | NoKey) -> TcpConnector:
         made.append(make_tcp("reader", 1, key=key))
         return made[-1]
 
@@ -164,18 +166,18 @@ def test_a_source_s_own_proof_does_not_open_it() -> None:
 
 
 def test_a_pair_that_knows_the_key_joins_and_reads(
-    source: TcpConnector, reader: Callable[[bytes | None], TcpConnector]
+    source: TcpConnector, reader: Callable[[bytes | NoKey], TcpConnector]
 ) -> None:
     peer = reader(KEY).connect(source.local_info())
     assert peer.is_open and peer.info == source.local_info()
     assert source.source.answered == 1 and not source.refused()
 
 
-@pytest.mark.parametrize("key", [OTHER_KEY, None])
+@pytest.mark.parametrize("key", [OTHER_KEY, NO_KEY])
 def test_a_reader_without_the_key_is_refused_counted_and_logged(
-    key: bytes | None,
+    key: bytes | NoKey,
     source: TcpConnector,
-    reader: Callable[[bytes | None], TcpConnector],
+    reader: Callable[[bytes | NoKey], TcpConnector],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -196,7 +198,7 @@ def test_a_reader_does_not_answer_a_source_that_does_not_know_the_key() -> None:
 
 
 def test_a_source_without_the_key_learns_nothing_of_the_reader(
-    reader: Callable[[bytes | None], TcpConnector],
+    reader: Callable[[bytes | NoKey], TcpConnector],
 ) -> None:
     heard: list[bytes] = []
 
@@ -205,7 +207,7 @@ def test_a_source_without_the_key_learns_nothing_of_the_reader(
         with connection:
             connection.settimeout(SOON_S)
             knock = receive_message(connection)
-            challenge = SourceSide(OTHER_KEY, NONCE, SOURCE).challenge(VERSION, knock)
+            challenge = SourceSide(OTHER_KEY, NONCE, ("source", 1)).challenge(VERSION, knock)
             connection.sendall(frame(challenge))
             heard.append(knock)
             while said := connection.recv(4096):
@@ -288,7 +290,7 @@ def test_blocks_asked_for_before_the_proof_are_not_sent(source: TcpConnector) ->
 
 
 def test_a_broken_connection_is_made_again_with_the_key(
-    source: TcpConnector, reader: Callable[[bytes | None], TcpConnector]
+    source: TcpConnector, reader: Callable[[bytes | NoKey], TcpConnector]
 ) -> None:
     ours = reader(KEY)
     peer = ours.connect(source.local_info())

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kv_transfer import tcp_source
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused, pack_message
 from kvferry.kv_transfer.memory import allocate_private
@@ -54,6 +55,7 @@ def make_tcp(worker_id: str = "source", epoch: int = 7, **changes: object) -> Tc
     settings_: dict[str, object] = {
         "model": MODEL,
         "layout": LAYOUT,
+        "key": NO_KEY,
         "connect_timeout_s": SOON_S,
         "handshake_timeout_s": SOON_S,
         **changes,

@@ -13,6 +13,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.kv_transfer.authentication import NO_KEY, NoKey
 from kvferry.worker import messages as m
 from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.codec import encode
@@ -29,7 +30,7 @@ LONG_S = 30.0  # a bound, never waited for when all is well
 class Node:
     """A running network, and what has arrived there."""
 
-    def __init__(self, key: ClusterKey | None) -> None:
+    def __init__(self, key: ClusterKey | NoKey) -> None:
         self.arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self.network = Network("127.0.0.1", self.arrived.put, key=key)
         self.network.start()
@@ -47,10 +48,10 @@ class Node:
 
 
 @pytest.fixture
-def node() -> Iterator[Callable[[ClusterKey | None], Node]]:
+def node() -> Iterator[Callable[[ClusterKey | NoKey], Node]]:
     made: list[Node] = []
 
-    def make(key: ClusterKey | None) -> Node:
+    def make(key: ClusterKey | NoKey) -> Node:
         made.append(Node(key))
         return made[-1]
 
@@ -68,7 +69,7 @@ def raw() -> Iterator[zmq.Socket[bytes]]:
     context.destroy(linger=0)
 
 
-def assert_still_serves(node: Callable[[ClusterKey | None], Node], receiver: Node) -> None:
+def assert_still_serves(node: Callable[[ClusterKey | NoKey], Node], receiver: Node) -> None:
     """A member's message is the first that arrives."""
     node(KEY).send(receiver, seq=77)
     assert receiver.arrived.get(timeout=LONG_S).seq == 77
@@ -76,7 +77,7 @@ def assert_still_serves(node: Callable[[ClusterKey | None], Node], receiver: Nod
 
 
 def test_members_of_a_cluster_hear_each_other_in_order(
-    node: Callable[[ClusterKey | None], Node],
+    node: Callable[[ClusterKey | NoKey], Node],
 ) -> None:
     sender, receiver = node(KEY), node(KEY)
     for seq in range(500):
@@ -85,10 +86,10 @@ def test_members_of_a_cluster_hear_each_other_in_order(
     assert not receiver.network.refused.total()
 
 
-@pytest.mark.parametrize("key", [None, OTHER_KEY])
+@pytest.mark.parametrize("key", [NO_KEY, OTHER_KEY])
 def test_who_has_no_key_or_another_s_gets_nothing_in(
-    key: ClusterKey | None,
-    node: Callable[[ClusterKey | None], Node],
+    key: ClusterKey | NoKey,
+    node: Callable[[ClusterKey | NoKey], Node],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -100,7 +101,7 @@ def test_who_has_no_key_or_another_s_gets_nothing_in(
 
 
 def test_who_knows_the_server_s_public_key_only_is_refused_at_the_door(
-    node: Callable[[ClusterKey | None], Node], raw: zmq.Socket[bytes]
+    node: Callable[[ClusterKey | NoKey], Node], raw: zmq.Socket[bytes]
 ) -> None:
     receiver = node(KEY)
     public, secret = zmq.curve_keypair()
@@ -112,7 +113,7 @@ def test_who_knows_the_server_s_public_key_only_is_refused_at_the_door(
     assert_still_serves(node, receiver)
 
 
-def test_bytes_that_are_no_zeromq_are_refused(node: Callable[[ClusterKey | None], Node]) -> None:
+def test_bytes_that_are_no_zeromq_are_refused(node: Callable[[ClusterKey | NoKey], Node]) -> None:
     receiver = node(KEY)
     with call(receiver.network.address) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64))
@@ -125,7 +126,7 @@ def test_bytes_that_are_no_zeromq_are_refused(node: Callable[[ClusterKey | None]
 
 
 def test_a_frame_that_is_announced_too_long_ends_the_connection_at_once(
-    node: Callable[[ClusterKey | None], Node],
+    node: Callable[[ClusterKey | NoKey], Node],
 ) -> None:
     receiver = node(KEY)
     with call(receiver.network.address) as caller, pytest.raises(ConnectionError):
@@ -137,7 +138,7 @@ def test_a_frame_that_is_announced_too_long_ends_the_connection_at_once(
 
 
 def test_a_handshake_that_stands_still_is_ended_and_counted_once(
-    node: Callable[[ClusterKey | None], Node], caplog: pytest.LogCaptureFixture
+    node: Callable[[ClusterKey | NoKey], Node], caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver = node(KEY)
     with call(receiver.network.address) as caller:
@@ -150,9 +151,9 @@ def test_a_handshake_that_stands_still_is_ended_and_counted_once(
     assert any(f"from {name} (failed)" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("key", [NO_KEY, KEY])
 def test_who_took_a_dead_node_s_port_cannot_make_a_sender_hold_a_long_frame(
-    key: ClusterKey | None, node: Callable[[ClusterKey | None], Node]
+    key: ClusterKey | NoKey, node: Callable[[ClusterKey | NoKey], Node]
 ) -> None:
     sender = node(key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -162,20 +163,21 @@ def test_who_took_a_dead_node_s_port_cannot_make_a_sender_hold_a_long_frame(
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(LONG_S)
-            connection.sendall(greeting(b"NULL" if key is None else b"CURVE", key is not None))
+            connection.sendall(greeting(b"NULL" if key is NO_KEY else b"CURVE", key is not NO_KEY))
             connection.sendall(begun_command(60 << 20, b"READY"))
             with pytest.raises(ConnectionError):
                 for _ in range(50):
                     connection.sendall(bytes(1 << 20))
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("key", [NO_KEY, KEY])
 def test_a_message_longer_than_a_frame_arrives_whole(
-    key: ClusterKey | None, node: Callable[[ClusterKey | None], Node]
+    key: ClusterKey | NoKey, node: Callable[[ClusterKey | NoKey], Node]
 ) -> None:
     sender, receiver = node(key), node(key)
     values = tuple(index.to_bytes(32, "big") for index in range(100_000))
-    for seq, body in enumerate((m.AuditRequest(1), m.KVSnapshot(3, values), m.AuditRequest(2))):
+    bodies: list[m.Body] = [m.AuditRequest(1), m.KVSnapshot(3, values), m.AuditRequest(2)]
+    for seq, body in enumerate(bodies):
         sender.network.send([(receiver.network.address, Envelope(A, B, seq, 0, body))])
     arrived = [receiver.arrived.get(timeout=LONG_S) for _ in range(3)]
     assert [envelope.seq for envelope in arrived] == [0, 1, 2]
@@ -187,7 +189,7 @@ def test_a_message_longer_than_a_frame_arrives_whole(
 
 
 def test_a_member_that_leaves_while_a_stranger_shakes_hands_is_not_refused(
-    node: Callable[[ClusterKey | None], Node],
+    node: Callable[[ClusterKey | NoKey], Node],
 ) -> None:
     receiver, member = node(KEY), node(KEY)
     member.send(receiver, seq=1)
@@ -285,7 +287,7 @@ def test_where_nobody_answers_at_the_door_not_even_a_member_gets_in(
     context.destroy(linger=0)
 
 
-def test_a_message_says_nothing_on_the_wire(node: Callable[[ClusterKey | None], Node]) -> None:
+def test_a_message_says_nothing_on_the_wire(node: Callable[[ClusterKey | NoKey], Node]) -> None:
     receiver, sender = node(KEY), node(KEY)
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
