@@ -109,7 +109,7 @@ class WorkerSettings:
         faults: what to inject into transfers, for trials.
         host_bytes: memory of the host tier; 0 for none.
         disk_path, disk_bytes: the folder that it may use beside that, and how much of it.
-        key: what every other node must know; None: anybody may send messages and read blocks.
+        key: what every other node must know.
     """
 
     ref: NodeRef

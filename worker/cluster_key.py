@@ -1,7 +1,8 @@
 """The secret of one cluster, and what is made from it for each kind of channel.
 
-Whoever starts a cluster makes it and hands it to the processes that it starts. It is in their
-memory only; on a Ray that was joined in Ray's store, too, for the next launcher. Knows no sockets.
+Whoever starts a cluster makes it and hands it to the processes that it starts, through Ray, which
+may keep it beside them; on a Ray that was joined it is in Ray's store for the next launcher. Knows
+no sockets.
 """
 
 from __future__ import annotations
