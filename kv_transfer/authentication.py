@@ -27,6 +27,7 @@ from kvferry.kv_transfer.handshake import (
     HandshakeRefused,
     decode_worker,
     pack_message,
+    refusal_in,
     unpack_message,
 )
 
@@ -162,7 +163,7 @@ class ReaderSide:
         """
         body = unpack_message(version, challenge)
         if "refused" in body:
-            raise HandshakeRefused("refused", str(body["refused"]))
+            raise HandshakeRefused("refused", refusal_in(body))
         body = _body(version, challenge, {"nonce", "proof"})
         nonce = _bytes_of(body, "nonce", NONCE_BYTES)
         proof = _bytes_of(body, "proof", PROOF_BYTES)

@@ -26,6 +26,7 @@ from kvferry.kv_transfer.handshake import (
     HandshakeRefused,
     decode_worker,
     pack_message,
+    refusal_in,
     unpack_message,
 )
 from kvferry.kv_transfer.peer_codec import MalformedPeerInfo, decode_peer_info, encode_peer_info
@@ -159,9 +160,9 @@ def decode_reply(packet: bytes) -> PeerInfo:
     """The source's description. Raises IncompatiblePeer or HandshakeRefused if it refused."""
     body = unpack_message(VERSION, packet)
     if body.get("reason") == "incompatible":
-        raise IncompatiblePeer(str(body.get("refused")))
+        raise IncompatiblePeer(refusal_in(body))
     if "refused" in body:
-        raise HandshakeRefused("refused", str(body["refused"]))
+        raise HandshakeRefused("refused", refusal_in(body))
     return decode_peer_info(body.get("info"))
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
-from kvferry.kv_transfer.handshake import HandshakeRefused
+from kvferry.kv_transfer.handshake import HandshakeRefused, pack_message
 from kvferry.kv_transfer.tcp import TcpConnector
-from kvferry.kv_transfer.tcp_wire import encode_refusal, encode_welcome, frame
+from kvferry.kv_transfer.tcp_wire import VERSION, encode_refusal, encode_welcome, frame
 from tests.kv_transfer.helpers import MODEL, SOON_S
 from tests.kv_transfer.tcp_ends import dial, receive_message
 from tests.kv_transfer.test_tcp_handshake import make_tcp
@@ -93,6 +93,19 @@ def test_the_source_s_last_word_is_its_own(
     refused = try_through(reader, info, info, relay)
     assert not isinstance(refused, IncompatiblePeer), "which would be believed for good"
     assert "cluster's key" in str(refused)
+
+
+def test_what_an_impostor_says_is_one_short_line_of_a_log(
+    live: TcpConnector, reader: TcpConnector
+) -> None:
+    said = pack_message(VERSION, {"refused": "x\nWARNING all is well\x1b[2J" + "y" * 50_000})
+
+    def relay(inner: socket.socket, outer: socket.socket) -> None:
+        receive_message(inner)
+        inner.sendall(frame(said))
+
+    refused = str(try_through(reader, live.local_info(), live.local_info(), relay))
+    assert refused.isprintable() and len(refused) < 5000
 
 
 def test_a_reader_believes_a_refusal_that_the_source_has_signed(live: TcpConnector) -> None:
