@@ -27,6 +27,7 @@ from kvferry.cluster.scaling import RouterNews, ScaleDone
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.description import WorkerDescription
@@ -62,7 +63,7 @@ class RouterSettings:
         served_name: the model's name to clients; None: its own.
         prefill_window: tokens that a prefill worker may hold beyond what it runs.
         access: who may call.
-        key: what every worker must know; None: anybody may send messages.
+        key: what every worker must know.
     """
 
     ref: NodeRef
@@ -74,7 +75,7 @@ class RouterSettings:
     bind_host: str = "127.0.0.1"
     limits: ServerLimits = field(default_factory=ServerLimits)
     access: AccessSettings = field(default_factory=AccessSettings)
-    key: ClusterKey | None = None
+    key: ClusterKey | NoKey = field(kw_only=True)
 
 
 class RouterActor:
@@ -172,7 +173,7 @@ class RouterActor:
             settings.prefill_window,
             settings.bind_host,
             load_access(settings.access),
-            settings.key,
+            key=settings.key,
         )
         found = self._open(self._node)
         self._server = GrpcServer(

@@ -49,6 +49,7 @@ from kvferry.engine.chat import HelperUnavailable
 from kvferry.engine.chat_pool import MAX_HELPERS
 from kvferry.engine.detokenizer import IncrementalDetokenizer
 from kvferry.engine.request import RequestId, RequestSpec
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker import messages as m
 from kvferry.worker.cluster_key import ClusterKey
@@ -78,7 +79,8 @@ class RouterNode:
         prefill_window: int,
         bind_host: str = "127.0.0.1",
         access: Access | None = None,
-        key: ClusterKey | None = None,
+        *,
+        key: ClusterKey | NoKey,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._network = Network(bind_host, self._from_network, key=key)

@@ -21,6 +21,7 @@ from kvferry.cluster.router_config import RouterConfig
 from kvferry.cluster.server_limits import ServerLimits
 from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.worker.build import WorkerSettings
 from kvferry.worker.cluster_key import ClusterKey
@@ -79,7 +80,7 @@ def worker_setting(
     role: str,
     ref: NodeRef,
     share: Share,
-    key: ClusterKey | None,
+    key: ClusterKey | NoKey,
 ) -> WorkerSettings:
     """The settings of one worker."""
     faults = config.transfer.faults
@@ -182,7 +183,7 @@ def router_settings(
     model_folder: Path,
     ref: NodeRef,
     doors: RouterEndpoints,
-    key: ClusterKey | None,
+    key: ClusterKey | NoKey,
     bind_host: str = LOOPBACK,
 ) -> RouterSettings:
     """The router's settings, listening at its ``doors``, and for workers at ``bind_host``."""

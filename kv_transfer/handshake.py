@@ -43,6 +43,12 @@ def unpack_message(version: int, packet: bytes) -> dict[str, object]:
     return body
 
 
+def refusal_in(body: dict[str, object]) -> str:
+    """Why the other end refuses, in its own words, fit for a log: one line, 4000 characters."""
+    said = str(body.get("refused"))[:4000]
+    return "".join(character if character.isprintable() else "?" for character in said)
+
+
 def decode_worker(data: object) -> tuple[str, int]:
     """(worker id, epoch) from a list of both. Raises HandshakeRefused."""
     if (

@@ -30,6 +30,7 @@ from kvferry.kv_transfer.handshake import (
     HandshakeRefused,
     decode_worker,
     pack_message,
+    refusal_in,
     unpack_message,
 )
 from kvferry.kv_transfer.peer_codec import decode_peer_info, encode_peer_info
@@ -250,7 +251,7 @@ def _read_reply(packet: bytes, flags: int) -> PeerInfo:
         raise HandshakeRefused("oversized", f"the reply exceeds {MAX_MESSAGE_BYTES} bytes")
     body = unpack_message(VERSION, packet)
     if "refused" in body:
-        raise HandshakeRefused("refused", str(body["refused"]))
+        raise HandshakeRefused("refused", refusal_in(body))
     return decode_peer_info(body.get("info"))
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.kv_transfer.choosing import TCP
 from kvferry.kv_transfer.compatibility import check_compatible, check_memory
 from kvferry.kv_transfer.connector import (
@@ -44,8 +45,9 @@ class TcpConnector:
     All calls come from one thread, and only ``connect`` waits, ``connect_timeout_s`` at most. A
     daemon thread of ``TcpSource`` serves readers; it touches the pool's memory alone.
 
-    With ``key`` both ends must show that they know it before they say anything else. The stream
-    itself is neither encrypted nor signed: bind it to a network that only the cluster uses.
+    With ``key`` both ends must show that they know it before they say anything else, and each is
+    the one that the other means. The stream itself is neither encrypted nor signed: bind it to a
+    network that only the cluster uses.
 
     Attributes:
         source, served: the counters of handshakes and of blocks sent.
@@ -70,10 +72,11 @@ class TcpConnector:
         connect_timeout_s: float = 1.0,
         handshake_timeout_s: float = 2.0,
         silence_timeout_s: float = 20.0,
-        max_pending_handshakes: int = 32,
+        max_pending_handshakes: int = 64,
+        max_pending_per_host: int = 8,
         max_connections: int = 256,
         socket_buffer_bytes: int | None = None,
-        key: bytes | None = None,
+        key: bytes | NoKey,
         tamper: Tamper | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,7 +98,7 @@ class TcpConnector:
         self._next_id = 1
         self._closed = False
         self._dial_options = DialOptions(
-            connect_timeout_s, silence_timeout_s, socket_buffer_bytes, clock, key
+            connect_timeout_s, silence_timeout_s, socket_buffer_bytes, clock, key=key
         )
         info = PeerInfo(
             worker_id=worker_id,
@@ -119,6 +122,7 @@ class TcpConnector:
                 handshake_timeout_s,
                 silence_timeout_s,
                 max_pending_handshakes,
+                max_pending_per_host,
                 max_connections,
                 socket_buffer_bytes,
             ),

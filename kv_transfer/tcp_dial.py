@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.kv_transfer.authentication import NONCE_BYTES, ReaderSide
+from kvferry.kv_transfer.authentication import NONCE_BYTES, NoKey, ReaderSide
 from kvferry.kv_transfer.compatibility import check_compatible, check_identity
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused
@@ -39,14 +39,14 @@ class DialOptions:
         connect_timeout_s: for connection and handshake together.
         silence_timeout_s: after which a source whose host does not answer is given up.
         socket_buffer_bytes: fixed kernel buffers; None lets them size themselves.
-        key: the cluster's, which both ends must know; None: they need not.
+        key: the cluster's, which both ends must know.
     """
 
     connect_timeout_s: float = 1.0
     silence_timeout_s: float = 20.0
     socket_buffer_bytes: int | None = None
     clock: Callable[[], float] = time.monotonic
-    key: bytes | None = field(default=None, repr=False)
+    key: bytes | NoKey = field(kw_only=True, repr=False)
 
 
 class Dial:
@@ -59,9 +59,12 @@ class Dial:
         self._ours = ours
         self._options = options
         self._deadline = options.clock() + options.connect_timeout_s
-        self._hello = hello_packet(Hello((wanted.worker_id, wanted.epoch), ours))
+        meant = (wanted.worker_id, wanted.epoch)
+        self._hello = hello_packet(Hello(meant, ours))
         key = options.key
-        self._proving = None if key is None else ReaderSide(key, os.urandom(NONCE_BYTES))
+        self._proving = None
+        if not isinstance(key, NoKey):
+            self._proving = ReaderSide(key, os.urandom(NONCE_BYTES), meant)
         first = self._hello if self._proving is None else self._proving.knock(VERSION)
         self._unsent = frame(first)
         self._received = bytearray()
@@ -110,12 +113,12 @@ class Dial:
             self._connecting = False
         try:
             self._send()
-            if self._proving is not None:
+            if self._proving is not None and not self._proving.has_signed:
                 signed = self._proving.signed(VERSION, self._hear(), self._hello)
-                self._proving = None
                 self._unsent = frame(signed)
                 self._send()
-            return self._greeting(self._hear())
+            reply = self._hear()
+            return self._greeting(reply if self._proving is None else self._proving.opened(reply))
         except BlockingIOError:
             return None
 

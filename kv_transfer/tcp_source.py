@@ -3,7 +3,9 @@
 Owns the listener and the connections; ``tcp_sender`` decides what each of them sends. Whatever
 knocks, the door stays open for the next: a handshake that is malformed, oversized, slow, meant for
 another life or from an incompatible pool is refused, counted, and leaves no state. With a cluster
-key, who does not show that it knows it is refused before it is told or asked anything.
+key, who does not show that it knows it is refused before it is told or asked anything. Readers
+that are not greeted yet have so many places for each host, and so many in all: one host alone
+cannot take all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from kvferry.kv_transfer.authentication import NONCE_BYTES, SourceSide
+from kvferry.kv_transfer.authentication import NONCE_BYTES, NoKey, SourceSide
 from kvferry.kv_transfer.compatibility import check_compatible
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused
@@ -29,12 +31,12 @@ from kvferry.kv_transfer.tcp_wire import (
     VERSION,
     BrokenStream,
     decode_hello,
-    encode_refusal,
-    encode_welcome,
     format_address,
     frame,
+    refusal_packet,
     take_message,
     tune,
+    welcome_packet,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,24 +55,28 @@ class SourceLimits:
         handshake_timeout_s: how long a reader has for its hello, however it spreads it.
         silence_timeout_s: after which a reader whose host does not answer is given up.
         max_pending: readers that have connected and not yet been greeted.
+        max_pending_per_host: those of one host; of IPv6, of one network of 64 bits.
         max_connections: all connections.
         socket_buffer_bytes: fixed kernel buffers; None lets them size themselves.
     """
 
     handshake_timeout_s: float = 2.0
     silence_timeout_s: float = 20.0
-    max_pending: int = 32
+    max_pending: int = 64
+    max_pending_per_host: int = 8
     max_connections: int = 256
     socket_buffer_bytes: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A connection. ``deadline`` ends its handshake; None once it is greeted. ``proving`` until it
-    has shown that it knows the key.
+    """A connection. ``deadline`` ends its handshake; None once it is greeted. ``proving``: its
+    proofs, where there is a key.
     """
 
     connection: socket.socket
+    name: str
+    host: str
     sender: BlockSender
     deadline: float | None
     proving: SourceSide | None
@@ -97,7 +103,7 @@ class TcpSource:
         port: int = 0,
         advertise_host: str | None = None,
         limits: SourceLimits,
-        key: bytes | None = None,
+        key: bytes | NoKey,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.answered = 0
@@ -158,33 +164,39 @@ class TcpSource:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:
-            self.refused["accept_failed"] += 1
+        except OSError as error:
+            self._note("an unknown address", "accept_failed", str(error))
             self._selector.unregister(self._listener)
             self._accept_again_at = self._clock() + ACCEPT_RETRY_S
             return
+        name = format_address(*address[:2])
         try:
-            self._admit(connection)
+            self._admit(connection, name, host_of(address[0]))
         except HandshakeRefused as refusal:
-            self._note(connection, refusal.reason, str(refusal))
+            self._note(name, refusal.reason, str(refusal))
             connection.close()
-        except OSError:
-            self.refused["failed"] += 1
+        except OSError as error:
+            self._note(name, "failed", str(error))
             connection.close()
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, name: str, host: str) -> None:
         """Wait for a reader's hello, if there is room."""
-        num_pending = sum(reader.deadline is not None for reader in self._readers)
+        pending = [reader.host for reader in self._readers if reader.deadline is not None]
         limits = self._limits
-        if num_pending >= limits.max_pending or len(self._readers) >= limits.max_connections:
+        if len(pending) >= limits.max_pending or len(self._readers) >= limits.max_connections:
             raise HandshakeRefused("crowded", "too many connections are open: try again")
+        if pending.count(host) >= limits.max_pending_per_host:
+            raise HandshakeRefused("crowded", f"{host} has not completed its others: try again")
         tune(connection, limits.silence_timeout_s, limits.socket_buffer_bytes)
         deadline = self._clock() + limits.handshake_timeout_s
-        proving = None if self._key is None else SourceSide(self._key, os.urandom(NONCE_BYTES))
-        reader = _Reader(connection, BlockSender(self._pool), deadline, proving)
+        proving = None
+        if not isinstance(self._key, NoKey):
+            ourselves = (self.info.worker_id, self.info.epoch)
+            proving = SourceSide(self._key, os.urandom(NONCE_BYTES), ourselves)
+        reader = _Reader(connection, name, host, BlockSender(self._pool), deadline, proving)
         self._selector.register(connection, reader.interest, reader)
         self._readers.append(reader)
 
@@ -202,16 +214,18 @@ class TcpSource:
         try:
             yield
         except HandshakeRefused as refusal:
-            self._note(reader.connection, refusal.reason, str(refusal))
+            self._note(reader.name, refusal.reason, str(refusal))
             self._say_refused(reader, refusal)
             self._drop(reader)
         except BrokenStream as error:
-            self._note(reader.connection, "malformed", str(error))
+            self._note(reader.name, "malformed", str(error))
             self._drop(reader)
-        except OSError:  # it has hung up or is gone
+        except OSError as error:  # it has hung up or is gone
+            if reader.deadline is not None:
+                self._note(reader.name, _reason_of_early_end(reader), str(error))
             self._drop(reader)
-        except Exception:  # the boundary of the loop: one reader must not end the others
-            self.refused["failed"] += 1
+        except Exception as error:  # the boundary of the loop: one reader must not end the others
+            self._note(reader.name, "failed", repr(error))
             self._drop(reader)
 
     def _receive(self, reader: _Reader) -> None:
@@ -220,9 +234,9 @@ class TcpSource:
         except BlockingIOError:
             return
         if not data and reader.deadline is not None:
-            challenged = reader.proving is not None and reader.proving.has_challenged
-            reason = "unauthenticated" if challenged else "malformed"
-            raise HandshakeRefused(reason, "the reader hung up before its hello was complete")
+            raise HandshakeRefused(
+                _reason_of_early_end(reader), "the reader hung up before its hello was complete"
+            )
         if not data:
             raise ConnectionResetError("the reader hung up")
         reader.received += data
@@ -241,7 +255,6 @@ class TcpSource:
                 _say(reader, reader.proving.challenge(VERSION, packet))
                 return
             packet = reader.proving.opened(packet)
-            reader.proving = None
         hello = decode_hello(packet)
         ourselves = (self.info.worker_id, self.info.epoch)
         if hello.source != ourselves:
@@ -252,7 +265,7 @@ class TcpSource:
             check_compatible(self.info, hello.reader, same_host=False)
         except IncompatiblePeer as error:
             raise HandshakeRefused("incompatible", str(error)) from error
-        reader.sender.say(encode_welcome(self.info))
+        reader.sender.say(_sealed(reader, welcome_packet(self.info)))
         reader.deadline = None
         self.answered += 1
 
@@ -267,7 +280,7 @@ class TcpSource:
 
     def _say_refused(self, reader: _Reader, refusal: HandshakeRefused) -> None:
         try:
-            reader.connection.send(encode_refusal(refusal))
+            reader.connection.send(_sealed(reader, refusal_packet(refusal)))
         except OSError:
             return  # it has hung up already
 
@@ -275,13 +288,13 @@ class TcpSource:
         now = self._clock()
         for reader in list(self._readers):
             if reader.deadline is not None and reader.deadline <= now:
-                self._note(reader.connection, "slow", "its handshake has taken too long")
+                self._note(reader.name, "slow", "its handshake has taken too long")
                 self._drop(reader)
 
-    def _note(self, connection: socket.socket, reason: str, why: str) -> None:
-        """Count and log a refusal."""
+    def _note(self, name: str, reason: str, why: str) -> None:
+        """Count and log a refusal; the only place where this port does either."""
         self.refused[reason] += 1
-        logger.warning("refused a reader at %s (%s): %s", _name_of(connection), reason, why)
+        logger.warning("refused a reader at %s (%s): %s", name, reason, why)
 
     def _resume_accepting(self) -> None:
         if self._accept_again_at is not None and self._accept_again_at <= self._clock():
@@ -301,13 +314,28 @@ def _say(reader: _Reader, packet: bytes) -> None:
         raise BrokenStream("the reader does not take the challenge")
 
 
-def _name_of(connection: socket.socket) -> str:
-    """The other end's address, as far as it is still known."""
-    try:
-        host, port = connection.getpeername()[:2]
-        return format_address(host, port)
-    except OSError:
-        return "an end that is gone"
+def _sealed(reader: _Reader, reply: bytes) -> bytes:
+    """A reply as it travels to this reader."""
+    return frame(reply if reader.proving is None else reader.proving.sealed(reply))
+
+
+def _reason_of_early_end(reader: _Reader) -> str:
+    """Who was asked for a proof and leaves has none."""
+    challenged = reader.proving is not None and reader.proving.has_challenged
+    return "unauthenticated" if challenged else "malformed"
+
+
+def host_of(address: str) -> str:
+    """Whose places a connection from this numeric address takes.
+
+    One host may have as many addresses of an IPv6 network as it likes.
+    """
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return str(ipaddress.ip_network((parsed, 64), strict=False))
+        return str(parsed.ipv4_mapped)
+    return str(parsed)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 
 ::
 
-    (where there is a cluster key: the two messages of ``authentication``, then, behind its proof:)
+    (where there is a cluster key: the two messages of ``authentication``, then, behind proofs:)
     reader -> source   one message: whom it means, and its own description
     source -> reader   one message: the source's description, or why it refuses
     reader -> source   REQUEST, REQUEST, …              one per block, as many at once as it likes
@@ -26,6 +26,7 @@ from kvferry.kv_transfer.handshake import (
     HandshakeRefused,
     decode_worker,
     pack_message,
+    refusal_in,
     unpack_message,
 )
 from kvferry.kv_transfer.peer_codec import MalformedPeerInfo, decode_peer_info, encode_peer_info
@@ -134,24 +135,34 @@ def decode_hello(packet: bytes) -> Hello:
         raise HandshakeRefused("malformed", str(error)) from error
 
 
+def welcome_packet(info: PeerInfo) -> bytes:
+    """The source's description as a message that is not framed yet."""
+    return pack_message(VERSION, {"info": encode_peer_info(info)})
+
+
 def encode_welcome(info: PeerInfo) -> bytes:
-    """The source's description as it travels."""
-    return frame(pack_message(VERSION, {"info": encode_peer_info(info)}))
+    """The source's description as it travels where there is no key."""
+    return frame(welcome_packet(info))
+
+
+def refusal_packet(refusal: HandshakeRefused) -> bytes:
+    """A refusal that is not framed yet; what the reader said may be in it, so it is cut to fit."""
+    body: dict[str, object] = {"refused": str(refusal)[:4000], "reason": refusal.reason}
+    return pack_message(VERSION, body)
 
 
 def encode_refusal(refusal: HandshakeRefused) -> bytes:
-    """A refusal as it travels; what the reader said may be in it, so it is cut to fit."""
-    body: dict[str, object] = {"refused": str(refusal)[:4000], "reason": refusal.reason}
-    return frame(pack_message(VERSION, body))
+    """A refusal as it travels where there is no key, or before a challenge."""
+    return frame(refusal_packet(refusal))
 
 
 def decode_reply(packet: bytes) -> PeerInfo:
     """The source's description. Raises IncompatiblePeer or HandshakeRefused if it refused."""
     body = unpack_message(VERSION, packet)
     if body.get("reason") == "incompatible":
-        raise IncompatiblePeer(str(body.get("refused")))
+        raise IncompatiblePeer(refusal_in(body))
     if "refused" in body:
-        raise HandshakeRefused("refused", str(body["refused"]))
+        raise HandshakeRefused("refused", refusal_in(body))
     return decode_peer_info(body.get("info"))
 
 

@@ -173,7 +173,7 @@ def start_worker(
     for role in roles:
         worker.attach(PrefillRole(worker) if role is Role.PREFILL else DecodeRole(worker))
     died = threading.Event()
-    process = WorkerProcess(worker, "127.0.0.1", audit_every_step, died.set, KEY)
+    process = WorkerProcess(worker, "127.0.0.1", audit_every_step, died.set, key=KEY)
     process.start()
     member = Member(ref, tuple(roles), process.address, connector.local_info())
     description = WorkerDescription(

@@ -66,7 +66,7 @@ class WorkerActor:
             self._settings.host,
             self._settings.audit_every_step,
             self._end,
-            self._settings.key,
+            key=self._settings.key,
         )
         self._process.start()
         info = worker.connector.local_info()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +49,12 @@ from kvferry.kv_cache.errors import KVFerryError
 from kvferry.kv_cache.host_tier import HostTier
 from kvferry.kv_cache.layout import KVCacheLayout
 from kvferry.kv_cache.prefix_index import PrefixIndex
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.kv_transfer.choosing import AUTO
 from kvferry.kv_transfer.connector import KVConnector
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
-from kvferry.worker.cluster_key import ClusterKey
+from kvferry.worker.cluster_key import ClusterKey, for_blocks
 from kvferry.worker.connectors import make_connector
 from kvferry.worker.device_parts import TransferOptions, make_device_parts
 from kvferry.worker.disk_folder import HEADER_BYTES, DiskFolder
@@ -108,7 +109,7 @@ class WorkerSettings:
         faults: what to inject into transfers, for trials.
         host_bytes: memory of the host tier; 0 for none.
         disk_path, disk_bytes: the folder that it may use beside that, and how much of it.
-        key: what every other node must know; None: anybody may send messages and read blocks.
+        key: what every other node must know.
     """
 
     ref: NodeRef
@@ -141,7 +142,7 @@ class WorkerSettings:
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int = 0
-    key: ClusterKey | None = None
+    key: ClusterKey | NoKey = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,7 @@ def _host_parts(
         max_in_flight_blocks=settings.max_in_flight_blocks,
         faults=settings.faults,
         match_unit=settings.match_unit or 0,
-        key=None if settings.key is None else settings.key.for_blocks(),
+        key=for_blocks(settings.key),
     )
     runner = TorchModelRunner(
         model,
@@ -288,7 +289,7 @@ def _device_parts(
         settings.staging_blocks,
         settings.faults,
         settings.match_unit or 0,
-        None if settings.key is None else settings.key.for_blocks(),
+        key=for_blocks(settings.key),
     )
     made = make_device_parts(
         device,

@@ -1,7 +1,8 @@
 """The secret of one cluster, and what is made from it for each kind of channel.
 
-Whoever starts a cluster makes it and hands it to the processes that it starts. It is in their
-memory only; on a Ray that was joined in Ray's store, too, for the next launcher. Knows no sockets.
+Whoever starts a cluster makes it and hands it to the processes that it starts, through Ray, which
+may keep it beside them; on a Ray that was joined it is in Ray's store for the next launcher. Knows
+no sockets.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
+
+from kvferry.kv_transfer.authentication import NoKey
 
 SECRET_BYTES = 32
 
@@ -45,6 +48,11 @@ class ClusterKey:
 
     def _derived(self, purpose: bytes) -> bytes:
         return hashlib.blake2b(self.secret, digest_size=32, person=b"kvferry-" + purpose).digest()
+
+
+def for_blocks(key: ClusterKey | NoKey) -> bytes | NoKey:
+    """What is made for blocks from a key; without one, nothing is wanted of readers either."""
+    return key if isinstance(key, NoKey) else key.for_blocks()
 
 
 def new_key() -> ClusterKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.kv_transfer.choosing import AUTO, SHM, TCP
 from kvferry.kv_transfer.connector import KVConnector
 from kvferry.kv_transfer.faults import FaultPlan, FaultyConnector, TamperableConnector
@@ -30,7 +31,7 @@ def make_connector(
     max_in_flight_blocks: int = 64,
     faults: FaultPlan | None = None,
     match_unit: int = 0,
-    key: bytes | None = None,
+    key: bytes | NoKey,
 ) -> KVConnector:
     """Shared memory for peers on this host, TCP for others; or the one that is ``configured``.
 
@@ -46,7 +47,7 @@ def make_connector(
             another size, as many as have their bytes.
         faults: what to inject into reads, for trials.
         match_unit: tokens per value of the worker's hash chains; 0 means the block size.
-        key: what TCP peers must know; None: they need not. On one host the kernel vouches for them.
+        key: what TCP peers must know. On one host the kernel vouches for them.
     """
     in_flight_bytes = max_in_flight_blocks * layout.block_bytes()
 

@@ -13,6 +13,7 @@ from kvferry.engine.device.runner import DeviceModelRunner, num_scratch_blocks
 from kvferry.engine.models.llama import LlamaModel
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.layout import KVCacheLayout
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.kv_transfer.choosing import AUTO
 from kvferry.kv_transfer.faults import FaultPlan
 from kvferry.kv_transfer.memory import allocate_shared
@@ -29,7 +30,7 @@ class TransferOptions:
     """How a worker's blocks move; see ``worker.connectors.make_connector``.
 
     ``staging_blocks`` are the slots of pinned memory for reading, and as many for publishing.
-    ``key``: what TCP peers must know; None: they need not.
+    ``key``: what TCP peers must know.
     """
 
     configured: str = AUTO
@@ -39,7 +40,7 @@ class TransferOptions:
     staging_blocks: int = 128
     faults: FaultPlan | None = None
     match_unit: int = 0
-    key: bytes | None = field(default=None, repr=False)
+    key: bytes | NoKey = field(kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

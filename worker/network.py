@@ -5,6 +5,9 @@ Sending never blocks the caller: messages go through a bounded outbox, and what 
 not take is dropped and counted (the lists heal it). With a cluster key both are encrypted and
 authenticated (``worker.curve``). Knows envelopes only as bytes with a destination; does not know
 what any message means.
+
+A long message travels in frames, because ZeroMQ's bound on a frame holds for strangers too: it
+takes memory for what a peer announces before it knows who that is.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.worker.cluster_key import ClusterKey
-from kvferry.worker.codec import MAX_MESSAGE_BYTES, BadMessage, decode, encode
-from kvferry.worker.curve import DoorKeeper, dress
+from kvferry.worker.codec import BadMessage, decode, encode
+from kvferry.worker.curve import HANDSHAKE_S, DoorKeeper, dress
 from kvferry.worker.messages import Envelope
 
 logger = logging.getLogger(__name__)
@@ -29,6 +33,8 @@ Outgoing = tuple[str, Envelope]  # address, message
 
 OUTBOX_LIMIT = 100_000
 IDLE_SOCKET_S = 60.0
+FRAME_BYTES = 64 * 1024
+ENCRYPTION_BYTES = 64  # at least what CURVE adds to a frame
 
 
 class Network:
@@ -38,7 +44,7 @@ class Network:
         bind_host: interface to listen on.
         on_envelope: called on the network thread for every message that decodes.
         beats: asked every ``beat_period`` seconds for heartbeats to send.
-        key: what every peer must know; None: anybody who reaches the address may send.
+        key: what every peer must know.
     """
 
     def __init__(
@@ -47,7 +53,8 @@ class Network:
         on_envelope: Callable[[Envelope], None],
         beats: Callable[[], Iterable[Outgoing]] | None = None,
         beat_period: float = 0.5,
-        key: ClusterKey | None = None,
+        *,
+        key: ClusterKey | NoKey,
     ) -> None:
         self.dropped: Counter[str] = Counter()
         self._on_envelope = on_envelope
@@ -57,8 +64,8 @@ class Network:
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.LINGER, 0)
-        self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._keys = None if key is None else key.for_messages()
+        _bound(self._pull)
+        self._keys = None if isinstance(key, NoKey) else key.for_messages()
         self._keeper: DoorKeeper | None = None
         if self._keys is not None:
             self._keeper = DoorKeeper(self._context, self._pull, self._keys)
@@ -101,6 +108,8 @@ class Network:
         if self._thread.ident is not None:
             os.eventfd_write(self._wake, 1)
             self._thread.join(timeout)
+        if self._keeper is not None:
+            self._keeper.close()
         self._context.destroy(linger=200)
         if not self._thread.is_alive():
             os.close(self._wake)
@@ -134,7 +143,7 @@ class Network:
     def _receive_all(self) -> None:
         for _ in range(256):
             try:
-                data = self._pull.recv(zmq.NOBLOCK)
+                data = b"".join(self._pull.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
             try:
@@ -153,7 +162,7 @@ class Network:
                 logger.error("cannot encode a message to %s: %s", address, error)
                 continue
             try:
-                self._socket(address).send(data, zmq.NOBLOCK)
+                self._socket(address).send_multipart(_frames_of(data), zmq.NOBLOCK)
             except zmq.Again:
                 self.dropped["socket full"] += 1
             except zmq.ZMQError as error:
@@ -166,6 +175,7 @@ class Network:
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 200)
             socket.setsockopt(zmq.SNDHWM, 10_000)
+            _bound(socket)
             if self._keys is not None:
                 dress(socket, self._keys)
             try:
@@ -185,3 +195,18 @@ class Network:
             if now - used_at > IDLE_SOCKET_S:
                 socket.close()
                 del self._push[address]
+
+
+def _bound(socket: zmq.Socket[bytes]) -> None:
+    """What a stranger can make ZeroMQ hold, and for how long; at either end of a connection, for
+    a dead node's port may be anybody's.
+    """
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + ENCRYPTION_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+
+
+def _frames_of(data: bytes) -> list[bytes]:
+    """A message, which is never empty, in frames that the other end takes."""
+    if len(data) <= FRAME_BYTES:
+        return [data]
+    return [data[at : at + FRAME_BYTES] for at in range(0, len(data), FRAME_BYTES)]

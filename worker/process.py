@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kvferry.kv_transfer.authentication import NoKey
 from kvferry.worker.cluster_key import ClusterKey
 from kvferry.worker.messages import Envelope, WorkerHeartbeat
 from kvferry.worker.network import Network, Outgoing
@@ -33,7 +34,8 @@ class WorkerProcess:
         bind_host: str = "127.0.0.1",
         audit_every_step: bool = False,
         on_death: Callable[[], None] | None = None,
-        key: ClusterKey | None = None,
+        *,
+        key: ClusterKey | NoKey,
     ) -> None:
         self._worker = worker
         self._audit_every_step = audit_every_step
@@ -44,7 +46,7 @@ class WorkerProcess:
         self._turn_began: float | None = None
         self._stopping = threading.Event()
         self._network = Network(
-            bind_host, self._inbox.put, self._heartbeats, worker.times.heartbeat, key
+            bind_host, self._inbox.put, self._heartbeats, worker.times.heartbeat, key=key
         )
         self._engine_thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 

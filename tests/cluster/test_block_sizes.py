@@ -11,6 +11,7 @@ from kvferry.cluster.config import ConfigError, load_config
 from kvferry.cluster.settings import Share, kv_dtype, worker_setting
 from kvferry.engine.models.config import ModelConfig
 from kvferry.engine.models.loading import kv_layout
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.worker.messages import NodeRef
 from tests.engine.hub_folders import write_repository
 
@@ -30,7 +31,7 @@ def test_hashes_are_taken_as_rarely_as_both_block_sizes_allow(
     assert bool(sizes.lines) == (prefill != decode)
     for role, size in (("prefill", prefill), ("decode", decode)):
         ref = NodeRef(f"{role}-0", 1)
-        setting = worker_setting(config, NOWHERE, sizes, role, ref, Share(1, 0.5), None)
+        setting = worker_setting(config, NOWHERE, sizes, role, ref, Share(1, 0.5), NO_KEY)
         assert (setting.block_size, setting.match_unit) == (size, unit)
 
 

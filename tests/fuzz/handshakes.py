@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import closing
 from random import Random
 
-from kvferry.kv_transfer.authentication import NONCE_BYTES, PROOF_BYTES, encode_knock
+from kvferry.kv_transfer.authentication import NO_KEY, NONCE_BYTES, PROOF_BYTES, encode_knock
 from kvferry.kv_transfer.memory import allocate_private, allocate_shared
 from kvferry.kv_transfer.shm import ShmConnector
 from kvferry.kv_transfer.shm_handshake import Hello as ShmHello
@@ -55,7 +55,7 @@ def knock_at_shared_memory(count: int, random: Random) -> Counter[str]:
 def knock_at_tcp(count: int, random: Random) -> Counter[str]:
     """The same over TCP, where what follows the hello must be a request for a block."""
     memory = allocate_private(4, LAYOUT.block_bytes())
-    with closing(TcpConnector(memory, **IDENTITY)) as connector:  # type: ignore[arg-type]
+    with closing(TcpConnector(memory, key=NO_KEY, **IDENTITY)) as connector:  # type: ignore[arg-type]
         source, info = connector.source, connector.local_info()
         hello = tcp_hello(TcpHello(("source", 7), info))
         family, address = parse_address(info.address)
@@ -81,7 +81,7 @@ def knock_at_locked_tcp(count: int, random: Random) -> Counter[str]:
     memory = allocate_private(4, LAYOUT.block_bytes())
     with closing(TcpConnector(memory, key=KEY, **IDENTITY)) as connector:  # type: ignore[arg-type]
         source, info = connector.source, connector.local_info()
-        good = [frame(encode_knock(VERSION, bytes(NONCE_BYTES)))]
+        good = [frame(encode_knock(VERSION, bytes(NONCE_BYTES), ("source", 7)))]
         good.append(tcp_hello(TcpHello(("source", 7), info)))
         good.append(
             good[0] + frame(bytes(PROOF_BYTES) + hello_packet(TcpHello(("source", 7), info)))

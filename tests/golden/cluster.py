@@ -23,6 +23,7 @@ from kvferry.engine.offload import Offloading
 from kvferry.engine.request import RequestId, RequestSpec, SamplingParams
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_cache.block_pool import BlockPool
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.memory import SharedPoolMemory, allocate_shared
 from kvferry.worker.connectors import make_connector
 from kvferry.worker.messages import NodeRef
@@ -85,6 +86,7 @@ class RealCluster(SimCluster):
             configured=self.connector,
             max_in_flight_blocks=self.blocks_per_poll,
             match_unit=self.match_unit,
+            key=NO_KEY,
         )
         runner = WatchedRunner(
             TorchModelRunner(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.kv_cache.layout import KVCacheLayout, KVGroup
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.connector import (
     BlockRef,
     BlockResult,
@@ -150,14 +151,14 @@ class Host:
         common["bytes_per_poll"] = blocks_per_poll * block_bytes
         if self.kind == "tcp":
             private = allocate_private(num_blocks, block_bytes)
-            return Worker(private, TcpConnector(private, **PATIENT, **common))
+            return Worker(private, TcpConnector(private, key=NO_KEY, **PATIENT, **common))
         shared = allocate_shared(num_blocks, block_bytes)
         if self.kind == "shm":
             return Worker(shared, ShmConnector(shared, **common))
         common["owns_memory"] = False
         both: list[TamperableConnector] = [
             ShmConnector(shared, **common),
-            TcpConnector(shared, **PATIENT, **common),
+            TcpConnector(shared, key=NO_KEY, **PATIENT, **common),
         ]
         configured = self.kind.removeprefix("multi-")
         return Worker(shared, MultiConnector(shared, both, configured))

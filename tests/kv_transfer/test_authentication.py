@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kv_transfer.authentication import (
+    NO_KEY,
     NONCE_BYTES,
     PROOF_BYTES,
+    NoKey,
     ReaderSide,
     SourceSide,
     encode_knock,
@@ -37,6 +39,7 @@ from tests.kv_transfer.test_tcp_handshake import make_tcp
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 NONCE = b"n" * NONCE_BYTES
+SOURCE = ("source", 7)
 
 nonces = st.binary(min_size=NONCE_BYTES, max_size=NONCE_BYTES)
 
@@ -49,10 +52,10 @@ def source() -> Iterator[TcpConnector]:
 
 
 @pytest.fixture
-def reader() -> Iterator[Callable[[bytes | None], TcpConnector]]:
+def reader() -> Iterator[Callable[[bytes | NoKey], TcpConnector]]:
     made: list[TcpConnector] = []
 
-    def make(key: bytes | None) -> TcpConnector:
+    def make(key: bytes | NoKey) -> TcpConnector:
         made.append(make_tcp("reader", 1, key=key))
         return made[-1]
 
@@ -70,13 +73,16 @@ def hello_of(info: PeerInfo) -> bytes:
 
 @given(key=st.binary(min_size=16), mine=nonces, theirs=nonces, hello=st.binary(max_size=200))
 def test_both_who_know_the_key_agree(key: bytes, mine: bytes, theirs: bytes, hello: bytes) -> None:
-    reader, source = ReaderSide(key, mine), SourceSide(key, theirs)
+    reader, source = ReaderSide(key, mine, SOURCE), SourceSide(key, theirs, SOURCE)
     challenge = source.challenge(VERSION, reader.knock(VERSION))
     assert source.opened(reader.signed(VERSION, challenge, hello)) == hello
+    assert reader.opened(source.sealed(hello)) == hello
 
 
 @given(
-    change=st.sampled_from(["key of the reader", "key of the source", "hello", "proof", "nonce"]),
+    change=st.sampled_from(
+        ["key of the reader", "key of the source", "hello", "proof", "nonce", "welcome", "seal"]
+    ),
     place=st.integers(0, 31),
     flip=st.integers(1, 255),
 )
@@ -86,8 +92,8 @@ def test_one_changed_byte_is_refused(change: str, place: int, flip: int) -> None
             return data
         return data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :]
 
-    reader = ReaderSide(changed(KEY, change == "key of the reader"), b"r" * NONCE_BYTES)
-    source = SourceSide(changed(KEY, change == "key of the source"), NONCE)
+    reader = ReaderSide(changed(KEY, change == "key of the reader"), b"r" * NONCE_BYTES, SOURCE)
+    source = SourceSide(changed(KEY, change == "key of the source"), NONCE, SOURCE)
     body = unpack_message(VERSION, source.challenge(VERSION, reader.knock(VERSION)))
     assert isinstance(body["nonce"], bytes)
     body["nonce"] = changed(body["nonce"], change == "nonce")
@@ -95,25 +101,62 @@ def test_one_changed_byte_is_refused(change: str, place: int, flip: int) -> None
         signed = reader.signed(VERSION, pack_message(VERSION, body), b"h" * 32)
         proof, hello = signed[:PROOF_BYTES], signed[PROOF_BYTES:]
         source.opened(changed(proof, change == "proof") + changed(hello, change == "hello"))
+        sealed = source.sealed(b"w" * 32)
+        seal, welcome = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
+        reader.opened(changed(seal, change == "seal") + changed(welcome, change == "welcome"))
     assert caught.value.reason == "unauthenticated"
     assert KEY.decode() not in str(caught.value)
 
 
 def test_a_proof_is_good_for_one_challenge_only() -> None:
-    reader = ReaderSide(KEY, NONCE)
-    first = SourceSide(KEY, b"1" * NONCE_BYTES)
+    reader = ReaderSide(KEY, NONCE, SOURCE)
+    first = SourceSide(KEY, b"1" * NONCE_BYTES, SOURCE)
     signed = reader.signed(VERSION, first.challenge(VERSION, reader.knock(VERSION)), b"hello")
     assert first.opened(signed) == b"hello"
-    second = SourceSide(KEY, b"2" * NONCE_BYTES)
+    second = SourceSide(KEY, b"2" * NONCE_BYTES, SOURCE)
     second.challenge(VERSION, reader.knock(VERSION))
     with pytest.raises(HandshakeRefused):
         second.opened(signed)
 
 
+@pytest.mark.parametrize("meant", [("another", 7), ("source", 8)])
+def test_a_source_answers_only_who_means_it(meant: tuple[str, int]) -> None:
+    """In another's knock, and with the name changed on the way to it."""
+    reader = ReaderSide(KEY, NONCE, meant)
+    source = SourceSide(KEY, NONCE, SOURCE)
+    with pytest.raises(HandshakeRefused) as caught:
+        source.challenge(VERSION, reader.knock(VERSION))
+    assert caught.value.reason == "wrong_receiver" and not source.has_challenged
+    assert "source" not in str(caught.value), "a stranger is not told who is here"
+    challenge = source.challenge(VERSION, encode_knock(VERSION, NONCE, SOURCE))
+    with pytest.raises(HandshakeRefused) as caught:
+        reader.signed(VERSION, challenge, b"hello")
+    assert caught.value.reason == "unauthenticated"
+
+
+def test_a_reply_to_one_hello_is_none_to_another() -> None:
+    """A welcome of an earlier handshake, or the challenge's own proof, does not do."""
+    sides = [
+        (ReaderSide(KEY, bytes([each]) * 32, SOURCE), SourceSide(KEY, NONCE, SOURCE))
+        for each in (1, 2)
+    ]
+    replies = []
+    for reader, source in sides:
+        challenge = source.challenge(VERSION, reader.knock(VERSION))
+        source.opened(reader.signed(VERSION, challenge, b"hello"))
+        replies.append(source.sealed(b"welcome"))
+    proof = unpack_message(VERSION, challenge)["proof"]
+    assert isinstance(proof, bytes)
+    for reply in (replies[0], proof + NONCE, b"welcome", b""):
+        with pytest.raises(HandshakeRefused):
+            sides[1][0].opened(reply)
+    assert sides[1][0].opened(replies[1]) == b"welcome"
+
+
 def test_a_source_s_own_proof_does_not_open_it() -> None:
     """Reflection: who sends a source's words back has not shown that it knows the key."""
-    source = SourceSide(KEY, NONCE)
-    body = unpack_message(VERSION, source.challenge(VERSION, encode_knock(VERSION, NONCE)))
+    source = SourceSide(KEY, NONCE, SOURCE)
+    body = unpack_message(VERSION, source.challenge(VERSION, encode_knock(VERSION, NONCE, SOURCE)))
     assert isinstance(body["proof"], bytes)
     with pytest.raises(HandshakeRefused):
         source.opened(body["proof"])
@@ -123,18 +166,18 @@ def test_a_source_s_own_proof_does_not_open_it() -> None:
 
 
 def test_a_pair_that_knows_the_key_joins_and_reads(
-    source: TcpConnector, reader: Callable[[bytes | None], TcpConnector]
+    source: TcpConnector, reader: Callable[[bytes | NoKey], TcpConnector]
 ) -> None:
     peer = reader(KEY).connect(source.local_info())
     assert peer.is_open and peer.info == source.local_info()
     assert source.source.answered == 1 and not source.refused()
 
 
-@pytest.mark.parametrize("key", [OTHER_KEY, None])
+@pytest.mark.parametrize("key", [OTHER_KEY, NO_KEY])
 def test_a_reader_without_the_key_is_refused_counted_and_logged(
-    key: bytes | None,
+    key: bytes | NoKey,
     source: TcpConnector,
-    reader: Callable[[bytes | None], TcpConnector],
+    reader: Callable[[bytes | NoKey], TcpConnector],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -147,7 +190,7 @@ def test_a_reader_without_the_key_is_refused_counted_and_logged(
 
 
 def test_a_reader_does_not_answer_a_source_that_does_not_know_the_key() -> None:
-    reader, impostor = ReaderSide(KEY, NONCE), SourceSide(OTHER_KEY, NONCE)
+    reader, impostor = ReaderSide(KEY, NONCE, SOURCE), SourceSide(OTHER_KEY, NONCE, SOURCE)
     challenge = impostor.challenge(VERSION, reader.knock(VERSION))
     with pytest.raises(HandshakeRefused) as caught:
         reader.signed(VERSION, challenge, b"hello")
@@ -155,7 +198,7 @@ def test_a_reader_does_not_answer_a_source_that_does_not_know_the_key() -> None:
 
 
 def test_a_source_without_the_key_learns_nothing_of_the_reader(
-    reader: Callable[[bytes | None], TcpConnector],
+    reader: Callable[[bytes | NoKey], TcpConnector],
 ) -> None:
     heard: list[bytes] = []
 
@@ -164,7 +207,7 @@ def test_a_source_without_the_key_learns_nothing_of_the_reader(
         with connection:
             connection.settimeout(SOON_S)
             knock = receive_message(connection)
-            challenge = SourceSide(OTHER_KEY, NONCE).challenge(VERSION, knock)
+            challenge = SourceSide(OTHER_KEY, NONCE, ("source", 1)).challenge(VERSION, knock)
             connection.sendall(frame(challenge))
             heard.append(knock)
             while said := connection.recv(4096):
@@ -209,7 +252,7 @@ def test_no_message_without_the_key_opens_the_door_or_tells_of_the_pool(
 ) -> None:
     info = source.local_info()
     then = b"p" * PROOF_BYTES + hello_of(info) if then == b"right" else then
-    first = encode_knock(VERSION, NONCE) if knocks else first
+    first = encode_knock(VERSION, NONCE, SOURCE) if knocks else first
     with dial(info) as connection:
         connection.sendall(frame(first))
         said = receive_message(connection)
@@ -237,17 +280,17 @@ def test_a_hello_of_the_days_without_a_key_is_refused_as_unauthenticated(
 def test_blocks_asked_for_before_the_proof_are_not_sent(source: TcpConnector) -> None:
     request = Request(Kind.READ, 0, 1, source.local_info().epoch, 0, 0).pack()
     with dial(source.local_info()) as connection:
-        connection.sendall(frame(encode_knock(VERSION, NONCE)))
+        connection.sendall(frame(encode_knock(VERSION, NONCE, SOURCE)))
         receive_message(connection)
         connection.sendall(request)
-        reply = unpack_message(VERSION, receive_message(connection))
+        reply = unpack_message(VERSION, receive_message(connection)[PROOF_BYTES:])
         assert reply["reason"] == "malformed"
         assert is_hung_up(connection)
     assert source.served.blocks_sent == 0
 
 
 def test_a_broken_connection_is_made_again_with_the_key(
-    source: TcpConnector, reader: Callable[[bytes | None], TcpConnector]
+    source: TcpConnector, reader: Callable[[bytes | NoKey], TcpConnector]
 ) -> None:
     ours = reader(KEY)
     peer = ours.connect(source.local_info())

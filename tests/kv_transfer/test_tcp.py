@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.connector import (
     BlockRef,
     Move,
@@ -101,7 +102,14 @@ def joined(source: RawSource, host: Host, **options: Any) -> tuple[Worker, Peer,
     """A reader of 64 blocks connected to a source played by hand."""
     memory = allocate_private(64, LAYOUT.block_bytes())
     connector = TcpConnector(
-        memory, worker_id="reader", epoch=1, model=MODEL, layout=LAYOUT, **PATIENT, **options
+        memory,
+        worker_id="reader",
+        epoch=1,
+        model=MODEL,
+        layout=LAYOUT,
+        key=NO_KEY,
+        **PATIENT,
+        **options,
     )
     fill(memory, 2, generation=3)
     host.workers.append(Worker(memory, connector))
@@ -128,6 +136,7 @@ def big_source(tcp_host: Host) -> Worker:
         epoch=7,
         model=MODEL,
         layout=BIG,
+        key=NO_KEY,
         socket_buffer_bytes=SMALL_BUFFERS,
         **PATIENT,
     )
@@ -527,6 +536,7 @@ def test_reads_of_a_source_that_has_gone_fail_and_its_successor_is_another_sourc
         model=MODEL,
         layout=LAYOUT,
         host=own,
+        key=NO_KEY,
         port=int(info.address.rpartition(":")[2]),
         **PATIENT,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,10 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.kv_transfer import tcp_source
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import HandshakeRefused, pack_message
 from kvferry.kv_transfer.memory import allocate_private
 from kvferry.kv_transfer.tcp import TcpConnector
+from kvferry.kv_transfer.tcp_source import host_of
 from kvferry.kv_transfer.tcp_wire import (
     MAGIC,
     MAX_MESSAGE_BYTES,
@@ -51,6 +55,7 @@ def make_tcp(worker_id: str = "source", epoch: int = 7, **changes: object) -> Tc
     settings_: dict[str, object] = {
         "model": MODEL,
         "layout": LAYOUT,
+        "key": NO_KEY,
         "connect_timeout_s": SOON_S,
         "handshake_timeout_s": SOON_S,
         **changes,
@@ -186,6 +191,82 @@ def test_silent_readers_cannot_pile_up() -> None:
     soon("all have left", lambda: source.source.num_connections == 0)
     assert_answers(source)
     source.close()
+
+
+def test_the_silent_readers_of_one_host_leave_places_for_others() -> None:
+    source = make_tcp(host="0.0.0.0", advertise_host="127.0.0.1", max_pending_per_host=3)
+    port = int(source.local_info().address.rpartition(":")[2])
+    silent = [dial(source.local_info()) for _ in range(5)]
+    assert all(is_hung_up(connection) for connection in silent[3:])
+    assert source.source.refused == {"crowded": 2}
+    with socket.create_connection(
+        ("127.0.0.1", port), SOON_S, source_address=("127.0.0.2", 0)
+    ) as other:
+        other.sendall(hello_for(source.local_info()))
+        assert decode_reply(receive_message(other)) == source.local_info()
+    for connection in silent:
+        connection.close()
+    soon("the first host has places again", lambda: source.source.num_connections == 0)
+    assert_answers(source)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_a_host_is_known_by_its_address_or_network(address: str, host: str) -> None:
+    assert host_of(address) == host
+
+
+def test_a_reader_that_resets_is_counted_and_logged_once(
+    source: TcpConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dial(source.local_info()) as connection:
+        name = format_address(*connection.getsockname())
+        connection.sendall(hello_for(source.local_info())[:20])
+        soon("it is being read", lambda: source.source.num_connections == 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    soon("counted", lambda: source.refused() == {"malformed": 1})
+    soon("forgotten", lambda: source.source.num_connections == 0)
+    lines = [r.getMessage() for r in caplog.records if "refused a reader" in r.getMessage()]
+    assert len(lines) == 1 and f"{name} (malformed)" in lines[0]
+
+
+def test_a_greeted_reader_that_resets_has_been_refused_nothing(source: TcpConnector) -> None:
+    reader = RawReader(source.local_info())
+    reader.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reader.close()
+    soon("forgotten", lambda: source.source.num_connections == 0)
+    assert not source.refused()
+
+
+@pytest.mark.parametrize("part", ["accept", "serving"])
+def test_a_failure_of_our_own_is_logged_too(
+    part: str,
+    source: TcpConnector,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> object:
+        raise OSError(24, "no descriptors left") if part == "accept" else ValueError("a fault")
+
+    if part == "accept":
+        monkeypatch.setattr(source.source, "_admit", fail)
+    else:
+        monkeypatch.setattr(tcp_source, "decode_hello", fail)
+    with dial(source.local_info()) as connection:
+        connection.sendall(hello_for(source.local_info()))
+        assert is_hung_up(connection)
+    soon("counted", lambda: source.refused() == {"failed": 1})
+    monkeypatch.undo()
+    assert_answers(source)
+    assert sum("(failed)" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_greeted_readers_cannot_pile_up_either() -> None:

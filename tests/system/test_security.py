@@ -220,7 +220,7 @@ def test_connections_that_do_not_belong_are_refused_counted_and_logged(locked: L
     assert "refused a connection to the metrics port (tls)" in logs["router-0"]
     assert "Handshake failed" in logs["router-0"], "gRPC's own words"
     for name in ("router-0", "prefill-0", "decode-0"):
-        assert "refused a connection for messages (" in logs[name]
+        assert "refused a connection for messages from " in logs[name]
     for name in ("prefill-0", "decode-0"):
         assert "refused a reader at 127.0.0.1" in logs[name]
     with locked.client(ACME) as client:

@@ -26,6 +26,7 @@ from kvferry.cluster.router_node import RouterNode
 from kvferry.engine.chat import ChatTemplate
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.engine.weights.store import ModelFolder
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.protos import kvferry_pb2 as pb
 from kvferry.worker.messages import NodeRef
 from tests.fakes import stub_layout
@@ -43,7 +44,7 @@ def test_a_stop_ends_the_streams_that_go_on_with_a_typed_error(default_model: Mo
 
     async def stopped() -> None:
         # No worker registers, so that the request waits for as long as the router lives.
-        node = RouterNode(NodeRef("router-0", 1), intake, RouterConfig(), 64)
+        node = RouterNode(NodeRef("router-0", 1), intake, RouterConfig(), 64, key=NO_KEY)
         server = GrpcServer(node, "127.0.0.1:0")
         await server.start()
         async with AsyncClient(server.endpoint) as client:

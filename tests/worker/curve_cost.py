@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 
+from kvferry.kv_transfer.authentication import NO_KEY, NoKey
 from kvferry.worker import messages as m
 from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.messages import Envelope, NodeRef
@@ -23,7 +24,7 @@ BODY = m.AuditRequest(1)
 class Pair:
     """A node that asks and one that answers."""
 
-    def __init__(self, key: ClusterKey | None) -> None:
+    def __init__(self, key: ClusterKey | NoKey) -> None:
         self._answered = threading.Semaphore(0)
         self._asks = Network("127.0.0.1", lambda _: self._answered.release(), key=key)
         self._answers = Network("127.0.0.1", self._answer, key=key)
@@ -62,7 +63,7 @@ class Pair:
 
 def main() -> None:
     """Measure by turns, and print."""
-    pairs = {"no key": Pair(None), "key": Pair(ClusterKey(bytes(SECRET_BYTES)))}
+    pairs = {"no key": Pair(NO_KEY), "key": Pair(ClusterKey(bytes(SECRET_BYTES)))}
     for pair in pairs.values():
         pair.ask(1)
     for _ in range(REPEATS):

@@ -12,6 +12,7 @@ from kvferry.engine.device.choice import DeviceUnavailable
 from kvferry.engine.device.runner import DeviceModelRunner
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kernels import reference
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.connector import TransferFailed
 from kvferry.worker import build
 from kvferry.worker.build import HostTierUnsupported, WorkerSettings, build_on, build_worker
@@ -46,6 +47,7 @@ def settings(folder: Path) -> WorkerSettings:
         "float32",
         SchedulerConfig(4, 32, 16, 0.0),
         WorkerTimes(),
+        key=NO_KEY,
         block_size=8,
         role="decode",
         device="cuda",
@@ -86,7 +88,7 @@ def test_readers_of_a_device_s_blocks_must_know_the_cluster_s_key(settings: Work
     ours = replace(settings, kernels="reference", connector="tcp", key=key)
     source = build_on(ours, FakeDevice())
     friend = build_on(replace(ours, ref=NodeRef("decode-1", 4)), FakeDevice())
-    stranger = build_on(replace(ours, ref=NodeRef("decode-2", 5), key=None), FakeDevice())
+    stranger = build_on(replace(ours, ref=NodeRef("decode-2", 5), key=NO_KEY), FakeDevice())
     info = source.worker.connector.local_info()
     friend.worker.connector.connect(info)
     assert not source.worker.connector.refused()

@@ -22,6 +22,7 @@ from kvferry.kv_cache.host_tier import (
     Spill,
     TailKey,
 )
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.memory import allocate_private
 from kvferry.worker.build import HostTierTooSmall, WorkerSettings, host_tier
 from kvferry.worker.disk_folder import HEADER_BYTES, DiskFolder, DiskUnavailable
@@ -188,7 +189,7 @@ def test_memory_that_cannot_be_had_is_named() -> None:
 def settings(**more: Any) -> WorkerSettings:
     ref = NodeRef("decode-0", 1)
     return WorkerSettings(
-        ref, "model", "float32", "float32", SchedulerConfig(), WorkerTimes(), **more
+        ref, "model", "float32", "float32", SchedulerConfig(), WorkerTimes(), key=NO_KEY, **more
     )
 
 

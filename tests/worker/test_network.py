@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvferry.engine.request import RequestId
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.worker import messages as m
 from kvferry.worker import network as network_module
 from kvferry.worker.codec import encode
@@ -32,7 +33,7 @@ class Node:
 
     def __init__(self, beats: Callable[[], list[Outgoing]] | None = None, period: float = 0.5):
         self.arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        self.network = Network("127.0.0.1", self.arrived.put, beats, period)
+        self.network = Network("127.0.0.1", self.arrived.put, beats, period, key=NO_KEY)
 
     def take(self, count: int) -> list[Envelope]:
         """The next envelopes; fails rather than waits for ever."""

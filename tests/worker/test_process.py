@@ -18,6 +18,7 @@ from kvferry.cluster.router_config import RouterConfig
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.batch import RunnerOutput, SchedulerOutput
 from kvferry.engine.request import Attempt, RequestId
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.kv_transfer.local import LocalFabric
 from kvferry.prefill_worker.role import PrefillRole
 from kvferry.worker import messages as m
@@ -83,7 +84,7 @@ class Door:
     def __init__(self, ref: NodeRef = ROUTER, host: str = "127.0.0.1", at: str = "") -> None:
         self.ref = ref
         self.arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        self.network = Network(host, self.arrived.put)
+        self.network = Network(host, self.arrived.put, key=NO_KEY)
         if at:
             take_over(self.network, at)
         self.network.start()
@@ -137,7 +138,7 @@ def start() -> Iterator[Start]:
         if handler is None and Role.DECODE in roles:
             attach(made, DecodeRole(made.worker))
         died = threading.Event()
-        process = WorkerProcess(made.worker, host, audit, died.set)
+        process = WorkerProcess(made.worker, host, audit, died.set, key=NO_KEY)
         running.append(Running(made, process, runner, died))
         if begun:
             process.start()
@@ -252,7 +253,7 @@ def test_an_error_in_the_engine_thread_is_told_and_the_worker_falls_silent(
 
 def test_a_dead_front_door_never_delays_a_step(start: Start, door: Door) -> None:
     worker = start(NodeRef("decode-0", 3), (Role.DECODE,))
-    nobody = Network("127.0.0.1", lambda envelope: None)
+    nobody = Network("127.0.0.1", lambda envelope: None, key=NO_KEY)
     nobody.stop()
     door.send(worker, m.Membership(1, nobody.address, (worker.member,)))
     door.send(worker, m.Reserve(stub_spec("r", range(5), 50), ATTEMPT, prefill_here=True))
@@ -290,7 +291,7 @@ def queued_for(door: Door, dead: Running, bodies: list[Body]) -> None:
     """Send messages to a process that is dead; returns when they wait in the socket."""
     door.send(dead, *bodies)
     done = threading.Event()
-    live = Network("127.0.0.1", lambda envelope: done.set())
+    live = Network("127.0.0.1", lambda envelope: done.set(), key=NO_KEY)
     live.start()
     door.network.send([(live.address, Envelope(door.ref, door.ref, 0, 0, m.RouterHeartbeat()))])
     assert done.wait(LONG)

@@ -12,6 +12,7 @@ from kvferry.cluster.config import Config, ConfigError, load_config
 from kvferry.cluster.errors import PortUnavailable
 from kvferry.cluster.router_actor import RouterEndpoints
 from kvferry.cluster.settings import log_settings, router_settings
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.worker.logs import LogSettings
 from kvferry.worker.messages import NodeRef
 
@@ -42,7 +43,7 @@ def test_an_empty_key_is_no_address(tmp_path: Path) -> None:
 def test_the_router_is_told_where_to_listen() -> None:
     ref = NodeRef("router-0", 1)
     doors = RouterEndpoints("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    assert router_settings(load_config(), Path("m"), ref, doors, None).doors == doors
+    assert router_settings(load_config(), Path("m"), ref, doors, NO_KEY).doors == doors
 
 
 @pytest.mark.parametrize(

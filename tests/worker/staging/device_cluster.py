@@ -17,6 +17,7 @@ from kvferry.engine.device.protocol import Device
 from kvferry.engine.engine import Engine
 from kvferry.engine.models.loading import kv_layout
 from kvferry.kv_cache.block_pool import BlockPool, BlockState
+from kvferry.kv_transfer.authentication import NO_KEY
 from kvferry.worker.device_parts import DeviceParts, TransferOptions, make_device_parts
 from kvferry.worker.messages import NodeRef
 from kvferry.worker.worker import Worker
@@ -48,6 +49,7 @@ class DeviceCluster(RealCluster):
             max_in_flight_blocks=self.blocks_per_poll,
             staging_blocks=self.staging_blocks,
             match_unit=self.match_unit,
+            key=NO_KEY,
         )
         made = self.parts[ref] = make_device_parts(
             device, self.model, layout, num_blocks, self.scheduler, ref, "golden", options
