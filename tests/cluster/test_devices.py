@@ -125,7 +125,7 @@ def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(tmp_path: Path) -> Non
 
 def test_all_workers_together_must_have_room_on_a_ray_of_one_s_own() -> None:
     """One that has none would wait in Ray for ever, and who ordered it, too."""
-    placed = on_devices(config(decode__device="cuda"), 2).config
+    placed = on_devices(config(decode__device="cuda", prefill__device="cpu"), 2).config
     ground = OwnGround(placed, lambda: {"CPU": 4.0, "GPU": 2.0})
     ground.assign({"prefill-0": "prefill", "decode-0": "decode"}, pytest.fail)
     with pytest.raises(NotPlaced, match=r"decode-1, decode-2 beside the 2 .* 3 GPU .* has 2 GPU"):
