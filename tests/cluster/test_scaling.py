@@ -208,6 +208,7 @@ def test_a_worker_that_drains_counts_no_more_and_is_told_of(
     with Client(stack.endpoint) as client:
         stream = client.generate(token_ids=[5] * 24, max_tokens=4, ignore_eos=True)
         at = eventually("it is placed", lambda: placed(stack))
+        assert at is not None
         scaling = threads.submit(client.scale, decode=1)
         order = take_order(stack)
         draining = threads.submit(client.drain, at)
