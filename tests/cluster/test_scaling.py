@@ -65,7 +65,9 @@ def test_those_that_leave_count_no_more_but_keep_their_names() -> None:
     grown = plan({"decode": 2}, there)
     assert (grown.adding, grown.draining) == ({"decode-2": "decode"}, ())
     assert grown.going == set()  # whoever grows need not wait for a stream to end
-    assert plan({"prefill": 2}, there).wanted == {"prefill": 2, "decode": 1, "colocated": 0}
+    other = plan({"prefill": 2}, there)
+    assert other.wanted == {"prefill": 2, "decode": 1, "colocated": 0}
+    assert other.going == set(), "it is not asked about decode workers"
     with pytest.raises(InvalidRequest, match="got 2 prefill, 0 decode, 0 colocated"):
         plan({"prefill": 2}, staff("prefill-0", "decode-0", leaving=("decode-0",)))
 
