@@ -5,7 +5,6 @@ One Ray cluster for all of it; every ``serve`` is a new life on the same ground.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -48,13 +47,12 @@ def ray_head() -> Iterator[str]:
 
 
 def actors() -> dict[int, str]:
-    """Processes of our actors under the Ray that this process has started, and no other's."""
+    """Processes of our actors on this host, of whichever run: a joined Ray starts them."""
     found = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            name = process.name()
-            if name.startswith("ray::") and any(actor in name for actor in ACTORS):
-                found[process.pid] = name
+    for process in psutil.process_iter(["pid", "name"]):
+        name = process.info["name"] or ""
+        if name.startswith("ray::") and any(actor in name for actor in ACTORS):
+            found[process.info["pid"]] = name
     return found
 
 
