@@ -16,7 +16,7 @@ from kvferry.cluster.joined_ground import KEEPER, Record
 from kvferry.cluster.ray_actors import node_id
 from kvferry.cluster.ray_places import PREFIX
 from kvferry.cluster.router_actor import RouterEndpoints, served_model
-from kvferry.cluster.supervision import RunningRouter, RunningWorker
+from kvferry.cluster.running import RunningRouter, RunningWorker
 from kvferry.worker.description import WorkerDescription
 
 ANSWER_S = 10.0  # Ray itself may be short of time

@@ -245,7 +245,8 @@ class Client:
 
     def scale(self, *, timeout_s: float = 0.0, **counts: int | None) -> pb.ScaleResponse:
         """Grow and shrink to so many workers of ``prefill``, ``decode``, ``colocated``; what is
-        None, or not given, stays. Returns how many there are, when that is what was asked for.
+        None, or not given, stays. Returns how many there are, when that is what was asked for;
+        of the others, how many there are to be.
 
         Raises InvalidRequest, NotReady, DeadlineExceeded after ``timeout_s`` (0: no limit); it goes
         on all the same.

@@ -8,7 +8,7 @@ joined.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import ray
@@ -16,12 +16,19 @@ import ray
 from kvferry.cluster.config import Config
 from kvferry.cluster.devices import reserved
 from kvferry.cluster.errors import NotPlaced
-from kvferry.cluster.placement import describe, fits
+from kvferry.cluster.placement import Bundle, describe, fits
 from kvferry.cluster.router_actor import RouterEndpoints
 from kvferry.cluster.settings import LOOPBACK, Share, fixed_threads, role_counts
 from kvferry.worker.messages import NodeRef
 
+RAY_DIGITS = 4  # Ray counts in ten thousandths
+
 Say = Callable[[str], None]
+Check = Callable[[], None]
+
+
+def nothing() -> None:
+    """A check that finds no fault."""
 
 
 class Ground(Protocol):
@@ -36,8 +43,22 @@ class Ground(Protocol):
         """The workers that there are to be: role by name."""
         ...
 
-    def assign(self, roles: Mapping[str, str], say: Say) -> None:
-        """Find places for more workers, role by name; waits. Raises NotPlaced: there is none."""
+    def assign(
+        self,
+        roles: Mapping[str, str],
+        say: Say,
+        going: Collection[str] = (),
+        check: Check = nothing,
+    ) -> None:
+        """Find places for more workers, role by name; waits.
+
+        ``going``: workers whose places will be free. ``check`` is called now and then, and ends
+        the waiting by raising. Raises NotPlaced: there is none.
+        """
+        ...
+
+    def tidy(self) -> None:
+        """Give back what belongs to nobody: an earlier life may have ended amid assigning."""
         ...
 
     def release(self, name: str) -> None:
@@ -48,8 +69,8 @@ class Ground(Protocol):
         """A worker's part of its host."""
         ...
 
-    def why(self, name: str) -> str:
-        """Why it is where it is, for people."""
+    def why(self, name: str, actor: Any) -> Any:
+        """Why its actor is where it is, for people; or a promise of it, from there."""
         ...
 
     def worker_options(self, ref: NodeRef) -> dict[str, Any]:
@@ -81,8 +102,10 @@ class OwnGround:
 
     host = LOOPBACK
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, total: Callable[[], Bundle] = ray.cluster_resources) -> None:
+        """``total``: what this Ray has."""
         self._config = config
+        self._total = total
         self._names: dict[str, str] = {}
         self._first = max(1, sum(role_counts(config).values()))
         self._threads = max(1, len(os.sched_getaffinity(0)) // self._first)
@@ -91,17 +114,32 @@ class OwnGround:
         """See ``Ground``."""
         return dict(self._names)
 
-    def assign(self, roles: Mapping[str, str], say: Say) -> None:
-        """See ``Ground``. Raises NotPlaced for resources that this Ray does not have at all."""
-        there = ray.cluster_resources()
-        for name, role in roles.items():
-            wanted = self._resources(role)
-            if not fits(wanted, there):
-                raise NotPlaced(
-                    f"{name} wants {describe(wanted)} ({role}.resources); this host's Ray has "
-                    f"{describe({key: there.get(key, 0.0) for key in wanted})}"
-                )
+    def assign(
+        self,
+        roles: Mapping[str, str],
+        say: Say,
+        going: Collection[str] = (),
+        check: Check = nothing,
+    ) -> None:
+        """See ``Ground``. Raises NotPlaced where all together want more than this Ray has."""
+        staying = {name: role for name, role in self._names.items() if name not in going}
+        there = self._total()
+        wanted: dict[str, float] = {}
+        for role in (*staying.values(), *roles.values()):
+            for key, amount in self._resources(role).items():
+                wanted[key] = wanted.get(key, 0.0) + amount
+        wanted = {key: round(amount, RAY_DIGITS) for key, amount in wanted.items()}
+        if not fits(wanted, there):
+            beside = f" beside the {len(staying)} workers that stay" if staying else ""
+            raise NotPlaced(
+                f"no room for {', '.join(roles)}{beside}: all together want {describe(wanted)} "
+                f"(prefill.resources, decode.resources, gpus); this host's Ray has "
+                f"{describe({key: there.get(key, 0.0) for key in wanted})}"
+            )
         self._names.update(roles)
+
+    def tidy(self) -> None:
+        """See ``Ground``: nothing outlives this process."""
 
     def release(self, name: str) -> None:
         """See ``Ground``."""
@@ -112,7 +150,7 @@ class OwnGround:
         fixed = fixed_threads(self._config, self._names[name])
         return Share(fixed or self._threads, 1.0 / self._first)
 
-    def why(self, name: str) -> str:
+    def why(self, name: str, actor: Any) -> Any:
         """See ``Ground``."""
         return "a Ray of its own, on this host"
 
@@ -156,8 +194,3 @@ def first_workers(config: Config) -> dict[str, str]:
         for role, count in role_counts(config).items()
         for index in range(count)
     }
-
-
-def of_role(names: Mapping[str, str], role: str) -> list[str]:
-    """Names of one role."""
-    return [name for name, its in names.items() if its == role]

@@ -224,7 +224,7 @@ class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):
         """Grow and shrink; answers when there are as many workers as were asked for."""
         counts = {role: getattr(request, role) for role in ROLES if request.HasField(role)}
         try:
-            present = await self._node.scale(counts, request.timeout_s or None)
+            present = await self._node.scaling.scale(counts, request.timeout_s or None)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         return pb.ScaleResponse(**present)

@@ -9,7 +9,6 @@ in the process that serves; in one that was joined it is in ``cluster.keeper``'s
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,15 @@ from kvferry.cluster.config import Config
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.devices import on_devices
 from kvferry.cluster.errors import NotReady
-from kvferry.cluster.ground import Ground, OwnGround, Say, first_workers, of_role
+from kvferry.cluster.ground import Ground, OwnGround, Say, first_workers
 from kvferry.cluster.own_ray import write_note
 from kvferry.cluster.ports import check_port
 from kvferry.cluster.ray_actors import end, get, next_epoch, node_id, num_gpus, remote_actor
 from kvferry.cluster.ray_session import init_ray
 from kvferry.cluster.routed_request import RequestView
 from kvferry.cluster.router_actor import RouterActor, RouterEndpoints, served_model
-from kvferry.cluster.scaling import ScaleDone, ScaleOrder, names_to_add, names_to_drain
+from kvferry.cluster.running import RunningRouter, RunningWorker
+from kvferry.cluster.scaler import Scaler
 from kvferry.cluster.settings import (
     LOOPBACK,
     access_settings,
@@ -40,9 +40,8 @@ from kvferry.cluster.settings import (
     router_settings,
     worker_setting,
 )
-from kvferry.cluster.supervision import Orders, RunningRouter, RunningWorker, Starts, Supervision
+from kvferry.cluster.supervision import Orders, Starts, Supervision
 from kvferry.decode_worker.actor import DecodeWorker
-from kvferry.kv_cache.errors import KVFerryError
 from kvferry.prefill_worker.actor import PrefillWorker
 from kvferry.worker.actor import WorkerActor
 from kvferry.worker.cluster_key import ClusterKey, new_key
@@ -100,7 +99,7 @@ class Cluster:
         self._router: Any = None
         self._actors: list[Any] = []
         self._supervision: Supervision | None = None
-        self._scaling = threading.Lock()
+        self._scaler: Scaler | None = None
         self._stopped = False
         self._note = write_note(self.ray_address) if owns_ray else None
 
@@ -176,7 +175,12 @@ class Cluster:
         progress("ready")
 
     def take_up(self, found: Found) -> None:
-        """Go on with the cluster that an earlier launcher has left; what is missing is started."""
+        """Go on with the cluster that an earlier launcher has left; what is missing is started.
+
+        A router that lives hears of the workers that it does not know, and tells again what the
+        earlier launcher may not have heard.
+        """
+        self._ground.tidy()
         self._model = found.model
         doors = found.doors
         self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
@@ -192,14 +196,15 @@ class Cluster:
         self._supervision.expect(sorted(missing))
 
     def _supervise(self, workers: list[RunningWorker], router: RunningRouter) -> None:
-        self._supervision = Supervision(
+        self._supervision = supervision = Supervision(
             Starts(self._start_worker, self._restart_router),
             workers,
             router,
             max(LEAST_ROUTER_SILENCE_S, self.config.router.heartbeat_timeout),
-            Orders(self._scale_soon, self._ground.release),
+            Orders(lambda order: scaler.take(order), self._ground.release),
         )
-        self._supervision.start()
+        self._scaler = scaler = Scaler(self._ground, supervision, self._sizes.by_role)
+        supervision.start()
 
     def _opened(self, doors: RouterEndpoints) -> None:
         self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
@@ -232,59 +237,13 @@ class Cluster:
         options = self._ground.worker_options(ref)
         actor = remote_actor(ROLES[role], share.threads, options).remote(setting, self._logs)
         where = actor.__ray_call__.remote(node_id)
-        listen = self._ground.listen_host(actor)
-        return actor, actor.start.remote(where, listen, self._ground.why(name))
+        listen, why = self._ground.listen_host(actor), self._ground.why(name, actor)
+        return actor, actor.start.remote(where, listen, why)
 
     def _restart_router(self, workers: list[WorkerDescription]) -> tuple[Any, Any]:
         """The router in a new life, at the same address, on its way."""
         actor = self._new_router()
         return actor, actor.start.remote(self._model, workers)
-
-    # --- growing and shrinking --------------------------------------------------------------
-
-    def _scale_soon(self, order: ScaleOrder) -> None:
-        """An order came; finding places may take long, and others must be watched meanwhile."""
-        thread = threading.Thread(
-            target=self._scale, args=(order,), name="kvferry-scale", daemon=True
-        )
-        thread.start()
-
-    def _scale(self, order: ScaleOrder) -> None:
-        assert self._supervision is not None
-        with self._scaling:
-            error = ""
-            try:
-                self._scale_to(order, self._supervision)
-            except KVFerryError as caught:
-                error = str(caught)
-            except Exception as caught:  # the thread's boundary: whoever ordered it is told
-                logger.exception("a scale order failed")
-                error = f"{type(caught).__name__}: {caught}"
-            router, _ = self._supervision.actors()
-            router.scale_done.remote(ScaleDone(order.order_id, error))
-
-    def _scale_to(self, order: ScaleOrder, supervision: Supervision) -> None:
-        names = self._ground.names()
-        adding: dict[str, str] = {}
-        alive = {ref.node_id for ref in supervision.processes()}
-        for role, number in order.counts.items():
-            present = of_role(names, role)
-            if number > len(present) and role not in self._sizes.by_role:
-                raise NotReady(
-                    f"this cluster began without {role} workers: their block size is not settled; "
-                    f"start it with {role}.replicas of at least 1"
-                )
-            new = names_to_add(role, number - len(present), names)
-            adding.update(dict.fromkeys(new, role))
-            dead = [name for name in present if name not in alive]
-            for name in names_to_drain(number, present, dead):
-                if name in alive:
-                    supervision.drain(name)
-                else:
-                    supervision.forget(name)
-        if adding:
-            self._ground.assign(adding, logger.warning)
-            supervision.expect(list(adding))
 
     # --- what others ask --------------------------------------------------------------------
 
@@ -334,6 +293,8 @@ class Cluster:
             return
         self._stopped = True
         router, actors = self._router, self._actors
+        if self._scaler is not None:
+            self._scaler.stop()
         if self._supervision is not None:
             self._supervision.stop()
             router, actors = self._supervision.actors()

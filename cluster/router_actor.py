@@ -106,9 +106,9 @@ class RouterActor:
         """Every request that has not ended."""
         return self._call(self._request_views())
 
-    def news(self) -> RouterNews:
-        """Workers taken for dead, or drained, and orders that came, since it was last asked."""
-        return self._call(self._take_news())
+    def news(self, heard: int) -> RouterNews:
+        """See ``RouterNews``; ``heard``: the number of the last that arrived, 0 for none."""
+        return self._call(self._news(heard))
 
     def is_open(self) -> bool:
         """Whether it serves."""
@@ -120,7 +120,11 @@ class RouterActor:
 
     def scale_done(self, done: ScaleDone) -> None:
         """What became of a scale order."""
-        self._call(self._on_node(lambda node: node.scale_done(done)))
+        self._call(self._on_node(lambda node: node.scaling.done(done)))
+
+    def scale_says(self, order_id: int, line: str) -> None:
+        """What a scale order waits for."""
+        self._call(self._on_node(lambda node: node.scaling.says(order_id, line)))
 
     def register(self, worker: WorkerDescription) -> None:
         """A worker has joined."""
@@ -147,14 +151,8 @@ class RouterActor:
         requests = self._node.router.requests if self._node is not None else {}
         return [request.view() for request in requests.values()]
 
-    async def _take_news(self) -> RouterNews:
-        if self._node is None:
-            return RouterNews()
-        node = self._node
-        news = RouterNews((*node.router.lost, *node.drained), tuple(node.orders))
-        for told in (node.drained, node.router.lost, node.orders):
-            told.clear()
-        return news
+    async def _news(self, heard: int) -> RouterNews:
+        return RouterNews() if self._node is None else self._node.news(heard)
 
     async def _start(self, model: ServedModel, workers: list[WorkerDescription]) -> RouterEndpoints:
         settings = self._settings

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -37,7 +37,8 @@ from kvferry.cluster.reports.common import distribution_version
 from kvferry.cluster.routed_request import RoutedRequest
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_config import RouterConfig
-from kvferry.cluster.scaling import ROLES, ScaleDone, ScaleOrder, check_counts
+from kvferry.cluster.scale_desk import ScaleDesk
+from kvferry.cluster.scaling import RouterNews
 from kvferry.cluster.session import (
     BranchedSession,
     Session,
@@ -61,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
-OVERTAKEN = "another order to scale came after this one"
 MAX_WAITING_CHATS = 256  # each may hold megabytes
 
 T = TypeVar("T")
@@ -94,10 +94,10 @@ class RouterNode:
         self._audit_ids = 0
         self._version = distribution_version("kvferry") or ""
         self.drained: deque[Death] = deque(maxlen=256)
+        self._untold: deque[tuple[int, Death]] = deque(maxlen=256)
+        self._num_told = 0
         self._drains: dict[NodeRef, asyncio.Task[None]] = {}
-        self.orders: deque[ScaleOrder] = deque(maxlen=256)
-        self._ordered: dict[int, asyncio.Future[ScaleDone]] = {}
-        self._num_orders = 0
+        self.scaling = ScaleDesk(ref.epoch, self.router.workers)
         # Conversations have threads of their own: slow ones hold up each other, and no text.
         self._chat_threads = ThreadPoolExecutor(MAX_HELPERS, "kvferry-chat")
         self._num_chats = 0
@@ -110,7 +110,9 @@ class RouterNode:
         return time.monotonic()
 
     def register(self, description: WorkerDescription) -> None:
-        """A worker has started."""
+        """A worker has started. Known already in this life: nothing."""
+        if self.router.workers.get(description.member.ref) is not None:
+            return
         name = description.member.ref.node_id
         for older in [ref for ref in self.descriptions if ref.node_id == name]:
             del self.descriptions[older]
@@ -253,6 +255,9 @@ class RouterNode:
         Goes on when the caller has gone. Raises UnknownRequest, WorkerLost if it dies meanwhile,
         DeadlineExceeded after ``timeout_s``.
         """
+        leaves = next((r for r in self.router.workers if r.ref.node_id == worker_id), None)
+        if leaves is not None and not leaves.draining:
+            self.scaling.drains(worker_id, role_name(leaves.member.roles))
         draining = self._begin_drain(worker_id)
         done, _ = await asyncio.wait({draining}, timeout=timeout_s)
         if not done:
@@ -283,51 +288,22 @@ class RouterNode:
         del self.descriptions[ref]
         self._flush()
 
-    def num_workers(self) -> dict[str, int]:
-        """How many workers there are, those that are leaving too; by role."""
-        names = [role_name(record.member.roles) for record in self.router.workers]
-        return {role: names.count(role) for role in ROLES}
-
-    async def scale(self, counts: Mapping[str, int], timeout_s: float | None) -> dict[str, int]:
-        """Grow and shrink to so many workers of these roles; returns when there are, how many.
-
-        Whoever watches this router starts and ends them. Goes on when the caller has gone. Raises
-        InvalidRequest, NotReady if there was no place, DeadlineExceeded after ``timeout_s``.
-        """
-        wanted = check_counts(counts, self.num_workers())
-        self._num_orders += 1
-        order = ScaleOrder(self.router.ref.epoch << 32 | self._num_orders, wanted)
-        answer: asyncio.Future[ScaleDone] = self._loop.create_future()
-        for earlier in self._ordered.values():
-            if not earlier.done():
-                earlier.set_result(ScaleDone(0, OVERTAKEN))
-        number = self._num_orders
-        self._ordered[order.order_id] = answer
-        self.orders.append(order)
-        try:
-            async with asyncio.timeout(timeout_s):
-                done = await answer
-                if done.error:
-                    raise NotReady(done.error)
-                while (present := self.num_workers()) != wanted:
-                    if number != self._num_orders:
-                        raise NotReady(OVERTAKEN)
-                    await asyncio.sleep(DRAIN_POLL_S)
-        except TimeoutError:
-            now = self.num_workers()
-            raise DeadlineExceeded(
-                f"after {timeout_s:g} s there are {_listed(now)}, wanted {_listed(wanted)}; it "
-                "goes on"
-            ) from None
-        finally:
-            del self._ordered[order.order_id]
-        return present
-
-    def scale_done(self, done: ScaleDone) -> None:
-        """Places were found for an order, or not; what was asked for is on its way."""
-        answer = self._ordered.get(done.order_id)
-        if answer is not None and not answer.done():
-            answer.set_result(done)
+    def news(self, heard: int) -> RouterNews:
+        """What there is to tell whoever watches; ``heard``: the last number that it knows."""
+        while self._untold and self._untold[0][0] <= heard:
+            self._untold.popleft()
+        for told in (self.router.lost, self.drained):
+            for death in told:
+                self._num_told += 1
+                self._untold.append((self._num_told, death))
+            told.clear()
+        return RouterNews(
+            self._num_told,
+            tuple(death for _, death in self._untold),
+            self.scaling.unanswered(),
+            frozenset(record.ref for record in self.router.workers),
+            frozenset(record.ref for record in self.router.workers if record.draining),
+        )
 
     async def audit(self, ref: NodeRef) -> m.AuditReport:
         """Ask a worker to walk its pool. Raises TimeoutError."""
@@ -394,7 +370,3 @@ class RouterNode:
             for envelope in envelopes
             if (description := self.descriptions.get(envelope.receiver)) is not None
         )
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{number} {role}" for role, number in counts.items() if number) or "none"

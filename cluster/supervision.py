@@ -7,18 +7,20 @@ Ray and the router. It never waits for one process while another needs it.
 
 Detection: Ray tells that a process has died; the router tells, from its own heartbeats, that a
 worker is silent; a router that does not answer for as long is taken for dead.
+
+Who is leaving is known here: those that were told to go, and those that somebody drains at the
+router. Whenever the router answers, it is told again what it does not know: a worker that it has
+not registered, a drain that it has not begun.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +29,8 @@ import ray
 
 from kvferry.cluster.deaths import Death
 from kvferry.cluster.ray_actors import node_id
-from kvferry.cluster.scaling import RouterNews, ScaleOrder
+from kvferry.cluster.running import Calls, Handles, RunningRouter, RunningWorker
+from kvferry.cluster.scaling import RouterNews, ScaleDone, ScaleOrder
 from kvferry.cluster.supervisor import Supervisor
 from kvferry.worker.description import WorkerDescription
 from kvferry.worker.messages import NodeRef
@@ -37,71 +40,6 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.1
 ANSWER_S = 0.2  # that a router's answer may take beside the limit of silence
 ROUTER_START_S = 60.0  # a new router that has not come by then is given up for another
-
-
-@dataclass(slots=True)
-class RunningWorker:
-    """A worker's actor; ``ended`` is a pending call that fails or returns when it has ended."""
-
-    actor: Any
-    description: WorkerDescription
-    ended: Any
-
-    @property
-    def pid(self) -> int:
-        """The worker's process id on its node."""
-        return self.description.pid
-
-    @property
-    def node_id(self) -> str | None:
-        """Ray's id of that node."""
-        return self.description.node_id
-
-    @property
-    def ref(self) -> NodeRef:
-        """The worker in this life."""
-        return self.description.member.ref
-
-
-@dataclass(slots=True)
-class RunningRouter:
-    """The router's actor in one life, and its process on a node."""
-
-    actor: Any
-    ref: NodeRef
-    pid: int
-    node_id: str
-
-
-class Handles:
-    """Handles of the watched processes on this node, by life.
-
-    A process id may be another's by the time it is signalled; a handle never is.
-    """
-
-    def __init__(self, this_node: str) -> None:
-        self._this_node = this_node
-        self._open: dict[NodeRef, int] = {}
-
-    def watch(self, process: RunningWorker | RunningRouter) -> None:
-        """Open a handle while the process is known to live."""
-        if process.node_id == self._this_node and process.ref not in self._open:
-            with contextlib.suppress(ProcessLookupError):
-                self._open[process.ref] = os.pidfd_open(process.pid)
-
-    def kill(self, ref: NodeRef) -> None:
-        """End the process, however it stands, and close the handle."""
-        handle = self._open.pop(ref, None)
-        if handle is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        os.close(handle)
-
-    def close(self) -> None:
-        """Close what is open; ends nobody."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +61,7 @@ class Orders:
 class Supervision:
     """See the module. ``stop`` ends the watching, not the processes.
 
-    ``expect``, ``drain`` and ``forget`` may be called on any thread; they take effect soon.
+    ``expect`` and ``leave`` may be called on any thread; they take effect soon, in their order.
 
     Args:
         silence_limit: seconds after which a router that does not answer is taken for dead.
@@ -136,7 +74,9 @@ class Supervision:
         router: RunningRouter,
         silence_limit: float,
         orders: Orders,
+        calls: Calls | None = None,
     ) -> None:
+        self._calls = calls or Calls()
         self._starts = starts
         self._orders = orders
         self._asked_for: SimpleQueue[tuple[Callable[[str, float], None], str]] = SimpleQueue()
@@ -144,14 +84,16 @@ class Supervision:
         self._supervisor = Supervisor()
         self._workers = {w.description.member.ref.node_id: w for w in workers}
         self._router = router
-        self._leaving: set[str] = set()
+        self._leaving: set[str] = set()  # under the lock; until their places are given back
+        self._gone: set[str] = set()  # of those: ended, their places not given back yet
+        self._heard = 0  # the last news of this router
         self._starting: dict[str, tuple[Any, Any]] = {}
         self._starting_router: tuple[Any, Any] | None = None
         self._router_start_at = 0.0
         self._deaths: deque[Death] = deque(maxlen=256)
         self._asked: Any = None
         self._asked_at = 0.0
-        self._handles = Handles(node_id(None))
+        self._handles = Handles(self._calls.this_node())
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvferry-supervision", daemon=True)
@@ -170,21 +112,37 @@ class Supervision:
         if self._thread.ident is not None:
             self._thread.join(10.0)
         for actor, _ in [*self._starting.values(), *filter(None, [self._starting_router])]:
-            ray.kill(actor)
+            self._calls.kill(actor)
         self._handles.close()
 
-    def expect(self, names: Sequence[str]) -> None:
+    def expect(self, names: Collection[str]) -> None:
         """There are to be workers of these names too; they are started, and again if they die."""
         for name in names:
             self._asked_for.put((self._supervisor.expect, name))
 
-    def drain(self, name: str) -> None:
-        """A worker is to leave when it holds nothing any more."""
-        self._asked_for.put((self._drain, name))
+    def leave(self, name: str) -> None:
+        """There is to be no worker of this name: one that lives goes when it holds nothing."""
+        with self._lock:
+            self._leaving.add(name)
+        self._asked_for.put((self._leave, name))
 
-    def forget(self, name: str) -> None:
-        """A worker that has no life now is not to come back."""
-        self._asked_for.put((self._forget, name))
+    def leaving(self) -> frozenset[str]:
+        """Names of the workers that are to go and have not gone."""
+        with self._lock:
+            return frozenset(self._leaving)
+
+    def alive(self) -> frozenset[str]:
+        """Names of the workers that live."""
+        with self._lock:
+            return frozenset(self._workers)
+
+    def scaled(self, done: ScaleDone) -> None:
+        """What became of a scale order, for the router."""
+        self.actors()[0].scale_done.remote(done)
+
+    def scale_says(self, order_id: int, line: str) -> None:
+        """What a scale order waits for, for the router."""
+        self.actors()[0].scale_says.remote(order_id, line)
 
     def actors(self) -> tuple[Any, list[Any]]:
         """The present router actor and worker actors."""
@@ -226,35 +184,43 @@ class Supervision:
             logger.warning("starting %s", name)
             try:
                 self._starting[name] = self._starts.worker(name)
-            except (KeyError, ValueError) as error:  # its place has just been given up
+            except Exception as error:  # its place is not there, or Ray: it is tried again
                 logger.warning("%s cannot be started now: %r", name, error)
                 self._supervisor.failed_to_start(name, now)
+        self._give_back()
 
-    def _drain(self, name: str, now: float) -> None:
-        if name in self._workers:
-            self._leaving.add(name)
-            self._router.actor.begin_drain.remote(name)
-        else:
-            self._forget(name, now)
-
-    def _forget(self, name: str, now: float) -> None:
+    def _leave(self, name: str, now: float) -> None:
+        if name not in self._leaving or name in self._gone:  # it has gone by itself
+            return
         if not self._supervisor.forget(name):
-            self._drain(name, now)  # it lives after all
+            self._router.actor.begin_drain.remote(name)
             return
         actor, _ = self._starting.pop(name, (None, None))
         if actor is not None:
-            ray.kill(actor)
-        self._orders.gone(name)
+            self._calls.kill(actor)
+        self._gone.add(name)
+
+    def _give_back(self) -> None:
+        """The places of those that have gone; where that fails, it is tried again."""
+        for name in list(self._gone):
+            try:
+                self._orders.gone(name)
+            except Exception as error:  # Ray's store may be away for a moment
+                logger.warning("the place of %s cannot be given back now: %r", name, error)
+                continue
+            self._gone.discard(name)
+            with self._lock:
+                self._leaving.discard(name)
 
     # --- workers ----------------------------------------------------------------------------
 
     def _watch_workers(self) -> None:
         """What Ray says: a pending call per worker ends when its process does."""
         for worker in list(self._workers.values()):
-            if not _is_done(worker.ended):
+            if not self._calls.is_done(worker.ended):
                 continue
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(worker.ended)
+                self._calls.result(worker.ended)
             ref = worker.ref
             self._lost(worker, Death(ref, "its process has ended", time.monotonic()), tell=True)
 
@@ -272,12 +238,11 @@ class Supervision:
         logger.warning("%s (epoch %d) is lost: %s", ref.node_id, ref.epoch, death.why)
         with self._lock:
             del self._workers[ref.node_id]
-        self._kill(worker)
+        if leaves:  # it was to go
+            self._gone.add(ref.node_id)
         if tell:
             self._router.actor.worker_died.remote(ref, death.why)
-        if leaves:  # it was to go: it has gone
-            self._leaving.discard(ref.node_id)
-            self._orders.gone(ref.node_id)
+        self._kill(worker)
 
     def _retire(self, ref: NodeRef) -> None:
         """A worker has been drained and holds nothing: end it; nobody takes its place."""
@@ -285,20 +250,20 @@ class Supervision:
             return
         with self._lock:
             worker = self._workers.pop(ref.node_id)
+            self._leaving.add(ref.node_id)
+        self._gone.add(ref.node_id)
         self._kill(worker)
-        self._leaving.discard(ref.node_id)
-        self._orders.gone(ref.node_id)
 
     def _finish_starts(self, now: float) -> None:
         for name, (actor, pending) in list(self._starting.items()):
-            if not _is_done(pending):
+            if not self._calls.is_done(pending):
                 continue
             del self._starting[name]
             try:
-                description: WorkerDescription = ray.get(pending)
+                description: WorkerDescription = self._calls.result(pending)
             except ray.exceptions.RayError as error:
                 logger.error("%s did not start: %s", name, error)
-                ray.kill(actor)
+                self._calls.kill(actor)
                 self._supervisor.failed_to_start(name, now)
                 continue
             restarts = self._supervisor.num_restarts(name)
@@ -313,7 +278,7 @@ class Supervision:
     def _kill(self, process: RunningWorker | RunningRouter) -> None:
         """Make sure that a suspect is dead: a stopped process does not answer Ray."""
         self._handles.kill(process.ref)
-        ray.kill(process.actor)
+        self._calls.kill(process.actor)
 
     # --- the router -------------------------------------------------------------------------
 
@@ -323,20 +288,19 @@ class Supervision:
             self._finish_router_start(now)
             return
         if self._asked is None:
-            self._asked, self._asked_at = self._router.actor.news.remote(), now
+            self._asked, self._asked_at = self._router.actor.news.remote(self._heard), now
             return
-        if not _is_done(self._asked):
+        if not self._calls.is_done(self._asked):
             if now - self._asked_at > self._patience_s:
                 self._restart_router(f"it has not answered for {now - self._asked_at:.1f} s")
             return
         asked, self._asked = self._asked, None
         try:
-            news: RouterNews = ray.get(asked)
+            news: RouterNews = self._calls.result(asked)
         except ray.exceptions.RayError as error:
             self._restart_router(type(error).__name__)
             return
-        for order in news.orders:
-            self._orders.scale(order)
+        self._heard = news.number
         for death in news.lost:
             if death.drained:
                 self._retire(death.ref)
@@ -345,6 +309,21 @@ class Supervision:
             worker = self._workers.get(death.ref.node_id)
             if worker is not None and worker.ref == death.ref:
                 self._lost(worker, death, tell=False)
+        self._agree(news)
+        for order in news.orders:  # by then it is known who leaves
+            self._orders.scale(order)
+
+    def _agree(self, news: RouterNews) -> None:
+        """We know who is to be, the router whom somebody drains: each is told by the other."""
+        for name, worker in self._workers.items():
+            if worker.ref in news.draining:
+                with self._lock:
+                    self._leaving.add(name)
+                continue
+            if worker.ref not in news.members:
+                self._router.actor.register.remote(worker.description)
+            if name in self._leaving:
+                self._router.actor.begin_drain.remote(name)
 
     def _restart_router(self, why: str) -> None:
         logger.warning("the router is lost (%s): starting another", why)
@@ -361,18 +340,19 @@ class Supervision:
         assert self._starting_router is not None
         actor, pending = self._starting_router
         late = now - self._router_start_at > ROUTER_START_S
-        if not _is_done(pending) and not late:
+        if not self._calls.is_done(pending) and not late:
             return
         try:
-            ray.get(pending, timeout=0)
+            self._calls.result(pending, 0.0)
             whereabouts = actor.whereabouts.remote(node_id)
-            found = RunningRouter(actor, *ray.get(whereabouts, timeout=self._patience_s))
+            found = RunningRouter(actor, *self._calls.result(whereabouts, self._patience_s))
         except ray.exceptions.RayError as error:  # GetTimeoutError too
             logger.error("the router did not start, trying again: %r", error)
-            ray.kill(actor)
+            self._calls.kill(actor)
             self._start_router(now)
             return
         self._starting_router = None
+        self._heard = 0
         self._handles.watch(found)
         with self._lock:
             self._router = found
@@ -380,8 +360,5 @@ class Supervision:
         logger.warning("a new router serves, with %d workers", len(known))
         for worker in self._workers.values():  # those that came while it was starting
             actor.register.remote(worker.description)
-
-
-def _is_done(ref: Any) -> bool:
-    ready, _ = ray.wait([ref], timeout=0)
-    return bool(ready)
+        for name in self._leaving & self._workers.keys():
+            actor.begin_drain.remote(name)

@@ -15,15 +15,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.epilog = (
         "New workers are placed and started; those that are too many, the newest first, take "
-        "nothing new, finish their streams, and are ended with their reservations. The command "
-        "returns when there are as many as were asked for."
+        "nothing new, finish their streams, and are ended with their reservations. Those that are "
+        "leaving already count as gone. The command returns when there are as many as were asked "
+        "for; a later order, or a drain in a role that it names, ends it."
     )
     for role in ROLES:
         parser.add_argument(
             f"--{role}",
             metavar="N",
             type=int,
-            help=f"{role} workers there are to be (default: as many as there are)",
+            help=f"{role} workers there are to be (default: as many as there are to be now)",
         )
     parser.add_argument(
         "--timeout",

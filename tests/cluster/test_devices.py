@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from kvferry.cluster.block_sizes import BlockSizes
 from kvferry.cluster.config import Config, ConfigError, load_config
 from kvferry.cluster.devices import gpus_for, gpus_of, on_devices, reserved
+from kvferry.cluster.errors import NotPlaced
 from kvferry.cluster.ground import OwnGround
 from kvferry.cluster.settings import Share, kv_dtype, model_dtype, worker_setting
 from kvferry.engine.device.choice import DeviceUnavailable
@@ -112,9 +112,7 @@ def test_a_worker_takes_a_part_of_one_gpu(gpus: float) -> None:
         config(decode__gpus=gpus)
 
 
-def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(tmp_path: Path) -> None:
     asked = config(decode__device="cuda", decode__gpus=0.25, transfer__staging_blocks=9)
     placed = on_devices(asked, 1).config
     sizes = BlockSizes({"prefill": 16, "decode": 16}, 16, ())
@@ -125,11 +123,24 @@ def test_a_worker_hears_of_its_device_and_ray_of_its_gpus(
     assert prefill.key is decode.key is KEY
     assert (prefill.device, decode.device) == ("cpu", "cuda")
     assert (decode.role, decode.gpus, decode.staging_blocks) == ("decode", 0.25, 9)
-    ground = OwnGround(placed)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0, "GPU": 1.0})
+    ground = OwnGround(placed, lambda: {"CPU": 1.0, "GPU": 1.0})
     ground.assign({"prefill-0": "prefill", "decode-0": "decode"}, pytest.fail)
     assert ground.worker_options(NodeRef("prefill-0", 1)) == {"num_cpus": 0}
     assert ground.worker_options(NodeRef("decode-0", 2)) == {"num_cpus": 0, "num_gpus": 0.25}
+
+
+def test_all_workers_together_must_have_room_on_a_ray_of_one_s_own() -> None:
+    """One that has none would wait in Ray for ever, and who ordered it, too."""
+    placed = on_devices(config(decode__device="cuda", prefill__device="cpu"), 2).config
+    ground = OwnGround(placed, lambda: {"CPU": 4.0, "GPU": 2.0})
+    ground.assign({"prefill-0": "prefill", "decode-0": "decode"}, pytest.fail)
+    with pytest.raises(NotPlaced, match=r"decode-1, decode-2 beside the 2 .* 3 GPU .* has 2 GPU"):
+        ground.assign({"decode-1": "decode", "decode-2": "decode"}, pytest.fail)
+    assert ground.names().keys() == {"prefill-0", "decode-0"}
+    ground.assign({"decode-1": "decode", "decode-2": "decode"}, pytest.fail, going=["decode-0"])
+    tenths = on_devices(config(decode__device="cuda", decode__gpus=0.1), 1).config
+    ground = OwnGround(tenths, lambda: {"GPU": 1.0})
+    ground.assign({f"decode-{at}": "decode" for at in range(10)}, pytest.fail)
 
 
 def test_a_gpu_among_the_resources_stands_before_gpus_and_asks_for_one() -> None:

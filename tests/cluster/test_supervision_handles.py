@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.cluster.supervision import Handles, RunningRouter
+from kvferry.cluster.running import Handles, RunningRouter
 from kvferry.worker.messages import NodeRef
 
 HERE = "this node"
