@@ -44,14 +44,19 @@ class KeptCluster:
     """See the module; attributes as those of ``launcher.Cluster``."""
 
     def __init__(
-        self, keeper: Any, config: Config, doors: RouterEndpoints, owns_connection: bool
+        self,
+        keeper: Any,
+        config: Config,
+        doors: RouterEndpoints,
+        maker: str,
+        owns_connection: bool,
     ) -> None:
-        """``config``: what the cluster runs by."""
+        """``config``: what the cluster runs by; ``maker``: who began it."""
         self.config = config
         self.grpc, self.http, self.metrics = doors.grpc, doors.http, doors.metrics
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.startup_s = 0.0
-        self._keeper = keeper
+        self._keeper, self._maker = keeper, maker
         self._namespace = config.ray.namespace
         self._owns_connection = owns_connection  # else we are in an actor, or somebody's driver
         self._stopped = False
@@ -94,12 +99,13 @@ class KeptCluster:
                     _undo(namespace, keeper, following)
                 raise
             if fate is Fate.SERVING:
-                assert following.news is not None and following.news.doors is not None
+                told = following.news
+                assert told is not None and told.doors is not None
                 if not following.is_ours:
                     say(f"found a running cluster in namespace {namespace}: serving it on")
                 for line in differences(config.model_dump(), running.model_dump()):
                     say(f"warning: {line}: 'kvferry down' and serve again to change it")
-                cluster = cls(keeper, running, following.news.doors, owns_connection)
+                cluster = cls(keeper, running, told.doors, told.maker, owns_connection)
                 cluster.startup_s = time.monotonic() - began
                 return cluster
             if fate is Fate.OTHERS:
@@ -113,12 +119,11 @@ class KeptCluster:
     def ended(self) -> bool:
         """Whether somebody else has ended it.
 
-        Raises NotReady if it has not been ended, but is not watched by its keeper any more, or
-        cannot be taken up by it.
+        Raises NotReady if it has not been ended, but is not watched by a keeper any more, or cannot
+        be taken up by it.
         """
         try:
-            asked = self._keeper.news.remote(sys.maxsize)
-            news: KeeperNews = ray.get(asked, timeout=ANSWER_S)
+            news = self._ask(self._keeper)
         except (ray.exceptions.ActorDiedError, ValueError):
             return self._has_gone()
         except ray.exceptions.ActorUnschedulableError as error:
@@ -129,26 +134,35 @@ class KeptCluster:
             raise news.failure
         return False
 
+    def _ask(self, keeper: Any) -> KeeperNews:
+        news: KeeperNews = ray.get(keeper.news.remote(sys.maxsize), timeout=ANSWER_S)
+        return news
+
     def _has_gone(self) -> bool:
-        """The keeper will not answer any more. Whether all else has gone, too."""
+        """The keeper will not answer any more. Whether the cluster has gone, too."""
         keeper = find_keeper(self._namespace)
         if keeper is not None:
             if id_of(keeper) == id_of(self._keeper):
                 return False  # Ray has not yet struck it off
-            raise NotReady(
-                f"the keeper has died, and there is another in namespace {self._namespace}: "
-                "serve again to look on"
-            )
+            try:
+                news = self._ask(keeper)
+            except ray.exceptions.RayError:  # it is on its way
+                return False
+            if news.maker != self._maker:
+                return True  # another cluster is there
+            self._keeper = keeper  # it has taken up what the lost one watched
+            self._dead_since = None
+            return False
         now = time.monotonic()
         self._dead_since = now if self._dead_since is None else self._dead_since
-        if RayPlaces(self._namespace).load() is not None:
-            if now - self._dead_since < SWEPT_S:  # whoever ended it is about to
-                return False
-            raise NotReady(
-                "the keeper has died, and what it watched is left alone: serve again to take it "
-                "up, or 'kvferry down' to end it"
-            )
-        return True
+        if RayPlaces(self._namespace).load() is None:
+            return True
+        if now - self._dead_since < SWEPT_S:  # whoever ended the keeper is about to end the rest
+            return False
+        raise NotReady(
+            "the keeper has died, and what it watched is left alone: serve again to take it up, or "
+            "'kvferry down' to end it"
+        )
 
     def begin_stop(self, grace_s: float) -> None:
         """From when this returns the cluster ends, whatever becomes of this process."""

@@ -6,9 +6,11 @@ One Ray cluster for all of it; every ``serve`` is a new life on the same ground.
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ import pytest
 
 from kvferry.cluster.client import Client
 from kvferry.engine.weights.store import ModelFolder
+from kvferry.kv_cache.errors import KVFerryError
 from kvferry.protos import kvferry_pb2 as pb
 from tests.cluster import documents
 from tests.system.pools import assert_quiet
@@ -31,19 +34,42 @@ ACTORS = ("Keeper", "RouterActor", "PrefillWorker", "DecodeWorker")
 
 
 @pytest.fixture(scope="module")
-def ray_head() -> Iterator[str]:
-    """HOST:PORT of a Ray cluster that somebody else started and that must live on."""
+def ray_head() -> Iterator[Head]:
+    """A Ray cluster that somebody else started and that must live on."""
     command = [sys.executable, "-m", "tests.system.ray_head"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as head:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True) as head:
         try:
-            assert head.stdout is not None
+            assert head.stdout is not None and head.stdin is not None
             address = head.stdout.readline().strip()
             assert address
-            yield address
+            yield Head(head, address)
             assert head.poll() is None
-        finally:
-            head.terminate()
+            head.stdin.close()
             head.wait(SOON_S)
+        finally:
+            head.kill()  # Ray's processes follow
+
+
+@dataclass(frozen=True)
+class Head:
+    process: subprocess.Popen[str]
+    address: str
+
+    def tell(self, order: str) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(order, file=self.process.stdin, flush=True)
+        assert self.process.stdout.readline().strip() == "done"
+
+    def joined(self, folder: Path, *flags: str) -> Served:
+        return Served(folder, CONFIG, "--address", self.address, *flags)
+
+    def down(self, folder: Path, *flags: str) -> list[dict[str, object]]:
+        with Command("down", "--json", "--address", self.address, *flags, folder=folder) as command:
+            ended = command.wait()
+            assert ended.code == 0, ended.err
+            clusters: list[dict[str, object]] = documents.parse(ended.out)["clusters"]
+            return clusters
 
 
 def actors() -> dict[int, str]:
@@ -57,7 +83,7 @@ def actors() -> dict[int, str]:
 
 
 def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
-    default_model: ModelFolder, ray_head: str, tmp_path: Path
+    default_model: ModelFolder, ray_head: Head, tmp_path: Path
 ) -> None:
     others = set(actors())  # of the suite's own cluster
 
@@ -65,17 +91,13 @@ def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
         return set(actors()) - others
 
     def joined(*flags: str) -> Served:
-        return Served(tmp_path, CONFIG, "--address", ray_head, *flags)
+        return ray_head.joined(tmp_path, *flags)
 
     def down() -> list[dict[str, object]]:
-        with Command("down", "--json", "--address", ray_head, folder=tmp_path) as command:
-            ended = command.wait()
-            assert ended.code == 0, ended.err
-            clusters: list[dict[str, object]] = documents.parse(ended.out)["clusters"]
-            return clusters
+        return ray_head.down(tmp_path)
 
     with joined("--decode", "2") as served, Client(served.endpoint) as at:
-        assert served.ready["ray_address"] == ray_head
+        assert served.ready["ray_address"] == ray_head.address
         assert len(left()) == 5
         placed = {entry.worker.worker_id: entry.worker for entry in at.status().workers}
         assert all("with 1 CPU: " in worker.placement for worker in placed.values())
@@ -118,18 +140,99 @@ def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
 
 
 def test_what_cannot_be_placed_is_said_and_leaves_nothing(
-    default_model: ModelFolder, ray_head: str, tmp_path: Path
+    default_model: ModelFolder, ray_head: Head, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("{ray: {placement_wait: 3s}, decode: {threads: 1, resources: {absent: 1}}}")
-    flags = ("--config", str(config), "--address", ray_head, "--grpc", "127.0.0.1:0")
+    flags = ("--config", str(config), "--address", ray_head.address, "--grpc", "127.0.0.1:0")
     with Command("serve", *flags, folder=tmp_path) as command:
         ended = command.wait()
     assert (ended.code, ended.out) == (1, "")
     assert "waiting for Ray to place decode-0 (1 CPU, 1 absent); the whole" in ended.err
     assert "kvferry: no room for decode-0 (1 CPU, 1 absent) after 3 s" in ended.err
-    with Command("down", "--json", "--address", ray_head, folder=tmp_path) as command:
-        assert documents.parse(command.wait().out)["clusters"] == []
+    assert ray_head.down(tmp_path) == []
+
+
+def test_places_that_another_job_made_are_given_back(ray_head: Head, tmp_path: Path) -> None:
+    """As those of a Serve replica's keeper: Ray finds a group by name in its job's namespace."""
+    ray_head.tell("reserve")
+    (found,) = ray_head.down(tmp_path)
+    assert (found["num_actors"], found["num_placement_groups"]) == (0, 1)
+    assert ray_head.down(tmp_path) == []
+
+
+def test_what_is_being_taken_down_is_waited_for_and_its_end_is_not_the_next_one_s(
+    default_model: ModelFolder, ray_head: Head, tmp_path: Path
+) -> None:
+    flags = ("--address", ray_head.address, "--grace", "60")
+    with (
+        ray_head.joined(tmp_path) as served,
+        Client(served.endpoint) as at,
+        at.generate("Once upon a time", ignore_eos=True, max_tokens=240) as stream,
+    ):
+        assert isinstance(next(stream), pb.Accepted)
+        assert isinstance(next(stream), pb.Delta)
+        with Command("down", *flags, folder=tmp_path) as down:
+            eventually("nothing new is let in", lambda: refused(served.endpoint), bool)
+            with ray_head.joined(tmp_path, "--detach") as detached:
+                assert "waiting for the cluster that is being taken down" in detached.err
+                assert detached.wait().code == 0
+                assert (down.wait().code, served.wait().code) == (0, 0)
+                assert "the cluster has been taken down" in served.err
+                assert at_work(detached.endpoint)
+                assert len(ray_head.down(tmp_path)) == 1
+
+
+def test_what_cannot_be_taken_up_is_said_and_left_alone(
+    default_model: ModelFolder, ray_head: Head, tmp_path: Path
+) -> None:
+    others = set(actors())
+
+    def workers() -> set[int]:
+        found = {pid for pid, name in actors().items() if "Worker" in name}
+        return found - others
+
+    flags = ("--address", ray_head.address)
+    with ray_head.joined(tmp_path) as served:
+        there = workers()
+        ray_head.tell("lose")
+        lost = served.wait()
+        assert lost.code == 1
+        assert "the keeper has died, and what it watched is left alone" in lost.err
+        assert workers() == there
+        host, _, port = served.endpoint.rpartition(":")
+        (router,) = (
+            pid for pid, name in actors().items() if "Router" in name and pid not in others
+        )
+        psutil.Process(router).kill()
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            eventually("the port is free", lambda: taken.connect_ex((host, int(port))), bool)
+            taken.bind((host, int(port)))
+            taken.listen()
+            with Command("serve", *flags, folder=tmp_path) as again:
+                eventually("it says so", lambda: "cannot take up" in again.err, bool)
+                again.interrupt()
+                assert again.wait().code == 130
+            with Command("serve", *flags, folder=tmp_path) as again:
+                ended = again.wait()
+                assert ended.code == 1
+                assert "its workers are left alone: 'kvferry down', then serve anew" in ended.err
+            assert workers() == there
+    assert len(ray_head.down(tmp_path)) == 1
+    eventually("no worker is left", workers, lambda alive: not alive)
+
+
+def refused(endpoint: str) -> bool:
+    try:
+        return not at_work(endpoint)
+    except KVFerryError:
+        return True
+
+
+def at_work(endpoint: str) -> bool:
+    with Client(endpoint) as client:
+        return client.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3).text == " 5,"
 
 
 def grow(client: Client) -> None:
