@@ -5,6 +5,7 @@ One Ray cluster for all of it; every ``serve`` is a new life on the same ground.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -61,6 +62,16 @@ class Head:
         print(order, file=self.process.stdin, flush=True)
         assert self.process.stdout.readline().strip() == "done"
 
+    def actors(self) -> dict[int, str]:
+        """Processes of our actors in this Ray: others may run on this host."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                name = process.name()
+                if process.status() != psutil.STATUS_ZOMBIE and any(a in name for a in ACTORS):
+                    found[process.pid] = name
+        return found
+
     def joined(self, folder: Path, *flags: str) -> Served:
         return Served(folder, CONFIG, "--address", self.address, *flags)
 
@@ -72,23 +83,11 @@ class Head:
             return clusters
 
 
-def actors() -> dict[int, str]:
-    """Processes of our actors on this host, of whichever run: a joined Ray starts them."""
-    found = {}
-    for process in psutil.process_iter(["pid", "name"]):
-        name = process.info["name"] or ""
-        if name.startswith("ray::") and any(actor in name for actor in ACTORS):
-            found[process.info["pid"]] = name
-    return found
-
-
 def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
     default_model: ModelFolder, ray_head: Head, tmp_path: Path
 ) -> None:
-    others = set(actors())  # of the suite's own cluster
-
     def left() -> set[int]:
-        return set(actors()) - others
+        return set(ray_head.actors())
 
     def joined(*flags: str) -> Served:
         return ray_head.joined(tmp_path, *flags)
@@ -104,7 +103,7 @@ def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
         assert all(w.address.startswith("tcp://127.0.0.1:") for w in placed.values())
         mine = [core for worker in placed.values() for core in worker.cores]
         assert len(set(mine)) == len(mine) > 0
-        drain(at)
+        drain(at, ray_head)
         assert len(left()) == 4
         grow(at)
         second_signal_ends_at_once(served, at)
@@ -115,12 +114,14 @@ def test_a_cluster_on_a_joined_ray_outlives_its_driver_and_ends_when_told(
         served.process.kill()
         served.wait()
         assert at.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3).text == " 5,"
-        (keeper,) = (pid for pid, name in actors().items() if "Keeper" in name)
+        (keeper,) = (pid for pid, name in ray_head.actors().items() if "Keeper" in name)
         psutil.Process(keeper).kill()
         with joined() as again:
             assert "found a running cluster" in again.err
             assert again.endpoint == served.endpoint
-            assert left() - before == {pid for pid, name in actors().items() if "Keeper" in name}
+            assert left() - before == {
+                pid for pid, name in ray_head.actors().items() if "Keeper" in name
+            }
             dies_and_comes_again(at)
             assert len(down()) == 1
             ended = again.wait()
@@ -186,11 +187,8 @@ def test_what_is_being_taken_down_is_waited_for_and_its_end_is_not_the_next_one_
 def test_what_cannot_be_taken_up_is_said_and_left_alone(
     default_model: ModelFolder, ray_head: Head, tmp_path: Path
 ) -> None:
-    others = set(actors())
-
     def workers() -> set[int]:
-        found = {pid for pid, name in actors().items() if "Worker" in name}
-        return found - others
+        return {pid for pid, name in ray_head.actors().items() if "Worker" in name}
 
     flags = ("--address", ray_head.address)
     with ray_head.joined(tmp_path) as served:
@@ -201,9 +199,7 @@ def test_what_cannot_be_taken_up_is_said_and_left_alone(
         assert "the keeper has died, and what it watched is left alone" in lost.err
         assert workers() == there
         host, _, port = served.endpoint.rpartition(":")
-        (router,) = (
-            pid for pid, name in actors().items() if "Router" in name and pid not in others
-        )
+        (router,) = (pid for pid, name in ray_head.actors().items() if "Router" in name)
         psutil.Process(router).kill()
         with socket.socket() as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -254,16 +250,16 @@ def dies_and_comes_again(client: Client) -> None:
     eventually("it is there again", epochs, lambda found: found > [worker.epoch], START_S)
 
 
-def drain(client: Client) -> None:
+def drain(client: Client, head: Head) -> None:
     """The drained worker's process ends and no other takes its place; the other one serves."""
     (pid,) = (
         entry.worker.pid
         for entry in client.status().workers
         if entry.worker.worker_id == "decode-1"
     )
-    assert pid in actors()
+    assert pid in head.actors()
     client.drain("decode-1", timeout_s=SOON_S)
-    eventually("its process has ended", lambda: pid in actors(), lambda there: not there)
+    eventually("its process has ended", lambda: pid in head.actors(), lambda there: not there)
     completion = client.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3)
     assert completion.finished.decode_worker == "decode-0"
     status = client.status()
