@@ -162,6 +162,21 @@ def test_places_that_another_job_made_are_given_back(ray_head: Head, tmp_path: P
     assert ray_head.down(tmp_path) == []
 
 
+def test_a_start_whose_command_was_killed_is_given_up(
+    default_model: ModelFolder, ray_head: Head, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("{ray: {placement_wait: 1h}, decode: {threads: 1, resources: {absent: 1}}}")
+    with Command(
+        "serve", "--config", str(config), "--address", ray_head.address, folder=tmp_path
+    ) as command:
+        eventually("it waits for a place", lambda: "waiting for Ray" in command.err, bool, START_S)
+        assert ray_head.actors()
+        command.process.kill()
+        eventually("its keeper has ended", ray_head.actors, lambda alive: not alive, START_S)
+    assert ray_head.down(tmp_path) == []
+
+
 def test_what_is_being_taken_down_is_waited_for_and_its_end_is_not_the_next_one_s(
     default_model: ModelFolder, ray_head: Head, tmp_path: Path
 ) -> None:
@@ -203,7 +218,7 @@ def test_what_cannot_be_taken_up_is_said_and_left_alone(
         psutil.Process(router).kill()
         with socket.socket() as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            eventually("the port is free", lambda: taken.connect_ex((host, int(port))), bool)
+            eventually("the port is free", lambda: is_free(host, int(port)), bool)
             taken.bind((host, int(port)))
             taken.listen()
             with Command("serve", *flags, folder=tmp_path) as again:
@@ -217,6 +232,11 @@ def test_what_cannot_be_taken_up_is_said_and_left_alone(
             assert workers() == there
     assert len(ray_head.down(tmp_path)) == 1
     eventually("no worker is left", workers, lambda alive: not alive)
+
+
+def is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) != 0
 
 
 def refused(endpoint: str) -> bool:
