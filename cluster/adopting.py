@@ -13,6 +13,7 @@ import ray
 
 from kvferry.cluster.intake import ServedModel
 from kvferry.cluster.joined_ground import KEEPER, Record
+from kvferry.cluster.ours import find_actor, kill, our_actors
 from kvferry.cluster.ray_actors import node_id
 from kvferry.cluster.ray_places import PREFIX
 from kvferry.cluster.router_actor import RouterEndpoints, served_model
@@ -32,25 +33,15 @@ class Found:
     model: ServedModel
 
 
-def our_actors(namespace: str) -> list[str]:
-    """Names of every actor of ours in a namespace."""
-    listed = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(
-        each["name"]
-        for each in listed
-        if each["namespace"] == namespace and each["name"].startswith(PREFIX)
-    )
-
-
 def look(namespace: str, record: Record, served_name: str | None) -> Found | None:
     """What lives of the cluster of a record; None if no worker does, and then nothing lives."""
     newest, stale = by_worker(our_actors(namespace))
     for name in stale:
-        _kill(namespace, name)
+        kill(namespace, name)
     workers: list[RunningWorker] = []
     router: RunningRouter | None = None
     for worker, name in newest.items():
-        actor = _actor(namespace, name)
+        actor = find_actor(namespace, name)
         found: RunningWorker | RunningRouter | None = None
         if actor is not None and worker in record.slots:
             found = _worker(actor)
@@ -61,11 +52,11 @@ def look(namespace: str, record: Record, served_name: str | None) -> Found | Non
         elif isinstance(found, RunningRouter):
             router = found
         else:
-            _kill(namespace, name)
+            kill(namespace, name)
     if not workers or record.doors is None:
         for name in our_actors(namespace):
             if name != KEEPER:
-                _kill(namespace, name)
+                kill(namespace, name)
         return None
     descriptions = [worker.description for worker in workers]
     return Found(workers, router, record.doors, served_model(descriptions, served_name))
@@ -86,19 +77,6 @@ def by_worker(names: list[str]) -> tuple[dict[str, str], list[str]]:
         else:
             stale.append(name)
     return {worker: name for worker, (_, name) in newest.items()}, stale
-
-
-def _actor(namespace: str, name: str) -> Any:
-    try:
-        return ray.get_actor(name, namespace)
-    except ValueError:  # it has just ended
-        return None
-
-
-def _kill(namespace: str, name: str) -> None:
-    actor = _actor(namespace, name)
-    if actor is not None:
-        ray.kill(actor)
 
 
 def _worker(actor: Any) -> RunningWorker | None:

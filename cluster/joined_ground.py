@@ -12,12 +12,12 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvferry.cluster.config import Config
 from kvferry.cluster.devices import reserved
-from kvferry.cluster.errors import Cancelled, NotPlaced
+from kvferry.cluster.errors import Cancelled, NotPlaced, NotReady
 from kvferry.cluster.ground import Check, Say, nothing, ray_options
 from kvferry.cluster.placement import (
     Bundle,
@@ -60,7 +60,8 @@ class Record:
     """What a successor must know.
 
     ``num_gpus``: GPUs of Ray's cluster when it began, which settled the devices; ``secret``: the
-    cluster's key, in hexadecimal digits; ``asked``: the autoscaler has a request of ours.
+    cluster's key, in hexadecimal digits; ``asked``: the autoscaler has a request of ours;
+    ``maker``: who began it, see ``cluster.following``.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Record:
     slots: dict[str, Slot] = field(default_factory=dict)
     doors: RouterEndpoints | None = None
     asked: bool = False
+    maker: str = ""
 
     def to_json(self) -> bytes:
         """As one line."""
@@ -77,30 +79,48 @@ class Record:
 
     @classmethod
     def from_json(cls, text: bytes) -> Record:
-        """What ``to_json`` wrote."""
-        data = json.loads(text)
-        doors = data["doors"]
-        return cls(
-            data["config"],
-            data["model_folder"],
-            data["num_gpus"],
-            data["secret"],
-            {name: Slot(**slot) for name, slot in data["slots"].items()},
-            None if doors is None else RouterEndpoints(**doors),
-            data["asked"],
-        )
+        """What ``to_json`` wrote; another version's, too, as far as it says what this one needs.
+
+        Raises NotReady if it does not.
+        """
+        try:
+            data = json.loads(text)
+            slots = {
+                name: Slot(**_known(Slot, slot)) for name, slot in data.get("slots", {}).items()
+            }
+            doors = data.get("doors")
+            opened = None if doors is None else RouterEndpoints(**_known(RouterEndpoints, doors))
+            return cls(**{**_known(cls, data), "slots": slots, "doors": opened})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise NotReady(
+                f"the record of the cluster that runs cannot be read ({error}); another version of "
+                "KVFerry may have left it: 'kvferry down', then serve anew"
+            ) from error
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Those entries that are fields of a dataclass."""
+    return {each.name: data[each.name] for each in fields(cls) if each.name in data}
+
+
+def was_asked(text: bytes) -> bool:
+    """Whether the autoscaler has a request of ours; True if the record cannot be read."""
+    try:
+        return bool(json.loads(text).get("asked", False))
+    except (ValueError, AttributeError):
+        return True
 
 
 def load_record(places: Places) -> Record | None:
-    """The record of a cluster; None where there is none."""
+    """The record of a cluster; None where there is none. Raises NotReady for an unreadable one."""
     text = places.load()
     return Record.from_json(text) if text else None
 
 
 def clear(places: Places) -> None:
     """Give back every place, take back what was asked of the autoscaler, forget the record."""
-    record = load_record(places)
-    if record is not None and record.asked:
+    record = places.load()
+    if record and was_asked(record):
         places.request([])
     places.forget()
     for name in places.names():

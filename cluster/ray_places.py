@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray._private import state as ray_state
 from ray.autoscaler.sdk import request_resources
 from ray.experimental import internal_kv
@@ -80,21 +81,19 @@ class RayPlaces:
 
     def remove(self, name: str) -> None:
         """See ``Places``."""
-        group = self._find(name)
-        if group is not None:
+        for group in self._all(name):
             ray.util.remove_placement_group(group)
 
     def names(self) -> list[str]:
         """See ``Places``."""
-        return [
-            entry["name"].removeprefix(self._prefix)
-            for entry in ray.util.placement_group_table().values()
-            if entry["name"].startswith(self._prefix) and entry["state"] != "REMOVED"
-        ]
+        names = (name.removeprefix(self._prefix) for name, _ in self._groups())
+        return list(dict.fromkeys(names))
 
     def in_group(self, name: str) -> dict[str, Any]:
         """See ``Places``."""
-        group = ray.util.get_placement_group(self._prefix + name)
+        group = self._find(name)
+        if group is None:
+            raise ValueError(f"no placement group {self._prefix}{name}")
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return {"scheduling_strategy": strategy}
 
@@ -120,8 +119,22 @@ class RayPlaces:
         internal_kv._internal_kv_del(self._key, namespace=EPOCH_NAMESPACE)
 
     def _find(self, name: str) -> PlacementGroup | None:
-        try:
-            found: PlacementGroup = ray.util.get_placement_group(self._prefix + name)
-        except ValueError:  # removed, or never made
-            return None
-        return found
+        """None: removed, or never made."""
+        return next(iter(self._all(name)), None)
+
+    def _all(self, name: str) -> list[PlacementGroup]:
+        return [
+            PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))
+            for found, group_id in self._groups()
+            if found == self._prefix + name
+        ]
+
+    def _groups(self) -> list[tuple[str, str]]:
+        """Name and id of every group of ours, by whichever job it was made: Ray finds a group by
+        its name in the namespace of its job only, and a Serve replica's is not a command's.
+        """
+        return [
+            (entry["name"], entry["placement_group_id"])
+            for entry in ray.util.placement_group_table().values()
+            if entry["name"].startswith(self._prefix) and entry["state"] != "REMOVED"
+        ]

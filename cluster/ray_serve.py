@@ -25,7 +25,9 @@ from kvferry.cluster.config import ConfigError, load_config, parse_duration
 from kvferry.cluster.serve_patience import Patience
 
 GRACE_S = 5.0  # for streams, when the application is deleted
-END_S = 30.0  # for everything to have ended, then Serve kills the replica and with it the actors
+END_S = (
+    30.0  # for everything to have ended, then Serve kills the replica; the keeper goes on ending
+)
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 10.0
 HEAD_ONLY = {"node:__internal_head__": 0.001}  # Ray's own name for the head; a sliver of it
@@ -35,7 +37,11 @@ _log = logging.getLogger("ray.serve.kvferry")  # below Serve's own, which goes t
 
 
 class KVFerryCluster:
-    """The one replica: a cluster lives as long as it does.
+    """The one replica: a cluster lives as long as it does, and is never an earlier replica's.
+
+    Serve starts a successor while the replica before it is still ending; what that one began ends
+    first, so that new arguments count. If Serve kills it while the cluster starts, the keeper finds
+    that nobody waits any more, and undoes the start.
 
     Args:
         config: the configuration file, as the head sees it; None: the defaults.
@@ -47,7 +53,7 @@ class KVFerryCluster:
         path = None if config is None else Path(config).expanduser()
         read = load_config(path, {"ray.address": "auto", **overrides})
         self._patience = Patience(patience_s)
-        self._cluster = start(read, LoggedProgress())
+        self._cluster = start(read, LoggedProgress(), anew=True)
         _log.info("serving gRPC on %s", self._cluster.grpc)
 
     def check_health(self) -> None:
@@ -68,7 +74,7 @@ class KVFerryCluster:
 
     def __del__(self) -> None:
         """End the cluster; Serve calls this when the application is deleted or updated."""
-        cluster = getattr(self, "_cluster", None)  # a start that failed has undone itself
+        cluster = getattr(self, "_cluster", None)  # a start that failed or ended undoes itself
         if cluster is not None:
             cluster.stop(GRACE_S)
 

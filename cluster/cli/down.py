@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> Result:
         )
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # as serve does
-        kept = import_module("kvferry.cluster.kept")
+        ours = import_module("kvferry.cluster.ours")
         import_module("kvferry.cluster.ray_session").init_ray(config)
-        found = asdict(kept.take_down(config.ray.namespace, args.grace))
+        found = asdict(ours.take_down(config.ray.namespace, args.grace))
         clusters = [_joined(found, config.ray.namespace)] if any(_counts(found)) else []
     for cluster in clusters:
         what = f"the cluster on Ray at {cluster['ray_address']}"

@@ -100,11 +100,13 @@ def run(args: argparse.Namespace) -> Result:
             announce(cluster, args.ready_file)
             leave(cluster)
             return Result()
+        asked = True
         try:
             signals.install()  # whatever start-up put in their place
             signals.started()
             announce(cluster, args.ready_file)
             with contextlib.redirect_stdout(sys.stderr):  # Ray reports a dead process there
+                asked = False  # what has become of it by itself is not this command's to end
                 asked = signals.wait(cluster.ended)
                 if asked:
                     cluster.begin_stop(GRACE_S)
@@ -117,7 +119,10 @@ def run(args: argparse.Namespace) -> Result:
         finally:
             if args.ready_file is not None:
                 args.ready_file.unlink(missing_ok=True)
-            cluster.stop(GRACE_S)
+            if asked:
+                cluster.stop(GRACE_S)
+            else:
+                leave(cluster)
     return Result()
 
 

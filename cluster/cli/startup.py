@@ -31,7 +31,7 @@ class RunningCluster(Protocol):
     startup_s: float
 
     def ended(self) -> bool:
-        """Whether somebody else has ended it."""
+        """Whether somebody else has ended it. Raises NotReady if it runs on, but not watched."""
 
     def begin_stop(self, grace_s: float) -> None:
         """See to it that the cluster ends even if this process is ended before ``stop`` returns."""
@@ -53,10 +53,11 @@ class Progress(Protocol):
         """News without a count."""
 
 
-def start(config: Config, progress: Progress) -> RunningCluster:
+def start(config: Config, progress: Progress, anew: bool = False) -> RunningCluster:
     """Resolve the model, fetching it if it must be, and start the workers.
 
-    On a Ray that is joined a cluster that runs there already is taken up instead.
+    On a Ray that is joined a cluster that runs there already is taken up instead; with ``anew`` it
+    is not, see ``KeptCluster.join``.
 
     Raises ModelMissing and its kin, PortUnavailable, or whatever kept a worker from starting.
     """
@@ -68,7 +69,9 @@ def start(config: Config, progress: Progress) -> RunningCluster:
         set_up_logging(settings.log_settings(config), "launcher")
     if config.ray.address is not None:
         kept = import_module("kvferry.cluster.kept")
-        joined = kept.KeptCluster.join(config, lambda: _resolved(config, progress), progress.say)
+        joined = kept.KeptCluster.join(
+            config, lambda: _resolved(config, progress), progress.say, anew
+        )
         return cast(RunningCluster, joined)
     launcher = import_module("kvferry.cluster.launcher")
     config, folder = _resolved(config, progress)

@@ -200,6 +200,7 @@ def test_flags_override_the_configuration_file(
 SERVE = """
 import sys, time
 from kvferry.cluster.cli import main, serve
+from kvferry.cluster.errors import NotReady
 
 class Cluster:
     grpc, http, metrics = "127.0.0.1:7", "127.0.0.1:8", None
@@ -230,7 +231,7 @@ def serve() -> Iterator[Serve]:
     running: list[subprocess.Popen[str]] = []
 
     def run(
-        *flags: str, start: str = "pass", stop: str = "pass", ended: bool = False
+        *flags: str, start: str = "pass", stop: str = "pass", ended: object = False
     ) -> subprocess.Popen[str]:
         code = SERVE.format(start=start, stop=stop, ended=ended)
         process = subprocess.Popen(
@@ -282,8 +283,17 @@ def test_serve_ends_when_somebody_else_has_ended_the_cluster(serve: Serve) -> No
     process = serve(ended=True)
     assert line(process).startswith("READY ")
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (0, "STOPPING\n")
+    assert (process.returncode, out) == (0, "LEFT\n")  # what is there now is not its own
     assert "the cluster has been taken down" in err
+
+
+def test_serve_fails_and_ends_nothing_when_nobody_watches_the_cluster(serve: Serve) -> None:
+    process = serve(ended='(_ for _ in ()).throw(NotReady("the keeper has died"))')
+    assert line(process).startswith("READY ")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "LEFT\n")
+    assert "kvferry: the keeper has died" in err
+    assert "taken down" not in err
 
 
 def test_a_cluster_is_left_to_itself_only_on_a_ray_that_it_has_joined(serve: Serve) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -47,14 +48,16 @@ def start() -> Iterator[Starter]:
 
 
 def life(process: subprocess.Popen[bytes], shift: float = 0.0) -> Life:
-    return Life(process.pid, psutil.Process(process.pid).create_time() + shift)
+    born = own_ray.life_of(process.pid)
+    assert born is not None
+    return replace(born, began=born.began + shift)
 
 
 def note(folder: Path, server: Life, *family: Life) -> None:
     data = {
-        "server": {"pid": server.pid, "began": server.began},
+        "server": asdict(server),
         "ray_address": f"127.0.0.1:{server.pid}",
-        "family": [{"pid": each.pid, "began": each.began} for each in family],
+        "family": [asdict(each) for each in family],
     }
     (folder / f"{server.pid}.json").write_text(json.dumps(data))
 
@@ -64,14 +67,59 @@ def down(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[dic
     return code, documents.parse(capsys.readouterr().out)["clusters"]
 
 
-def test_a_note_of_this_process_names_it_and_its_children(start: Starter) -> None:
-    child = start(SLEEPS)
-    path = own_ray.write_note("127.0.0.1:1")
-    (found,) = read_notes()
+def test_a_note_of_this_process_names_it_and_its_rays_processes_but_no_others(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "ray" / "raylet.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import signal, subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}])\n"
+        "print(flush=True)\n"
+        "signal.pause()\n"
+    )
+    monkeypatch.setattr(own_ray, "ray_folder", lambda: script.parent)
+    other = start(SLEEPS)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as rays:
+        assert rays.stdout is not None and rays.stdout.readline()
+        (worker,) = psutil.Process(rays.pid).children()
+        try:
+            path = own_ray.write_note("127.0.0.1:1")
+            (found,) = read_notes()
+        finally:
+            worker.kill()
+            rays.kill()
     assert found.server.pid == os.getpid()
-    assert child.pid in {each.pid for each in found.family}
+    pids = {each.pid for each in found.family}
+    assert pids == {rays.pid, worker.pid}
+    assert other.pid not in pids
     path.unlink()
     assert read_notes() == []
+
+
+def test_a_step_of_the_clock_makes_nobody_another(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(SLEEPS)
+    born = life(process)
+    real = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: real(self) + 3600.0)
+    assert [each.pid for each in living([born])] == [process.pid]
+    assert not living([replace(born, boot="of another start of the machine")])
+
+
+def test_without_proc_the_clock_tells(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start(SLEEPS)
+    monkeypatch.setattr(own_ray, "BOOT_ID", Path("/proc/absent"))
+    born = life(process)
+    assert born == Life(process.pid, psutil.Process(process.pid).create_time())
+    assert living([born])
+    assert not living([life(process, 100.0)])
+
+
+def test_ray_runs_its_programs_from_its_package() -> None:
+    assert (own_ray.ray_folder() / "core" / "src" / "ray" / "raylet" / "raylet").exists()
 
 
 def test_the_one_that_serves_is_asked_and_what_it_leaves_is_killed(

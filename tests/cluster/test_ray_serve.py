@@ -41,7 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeCluster]]:
     """The clusters that have been started."""
     found: list[FakeCluster] = []
 
-    def start(config: Config, progress: object) -> FakeCluster:
+    def start(config: Config, progress: object, anew: bool) -> FakeCluster:
+        assert anew  # a successor must not take up what its forerunner is about to end
         if config.server.grpc.endswith(":1"):
             raise PortUnavailable("taken")
         found.append(FakeCluster(config))

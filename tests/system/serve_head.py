@@ -1,8 +1,8 @@
 """A Ray cluster with a Serve that runs our application: ``python -m tests.system.serve_head JSON``.
 
 JSON: the application's arguments. Prints one line of JSON, where the application answers, when it
-is healthy. ``delete`` on standard input deletes it, and is answered by ``deleted``; the end of the
-input ends everything.
+is healthy. On standard input ``lose`` ends the keeper for good, ``delete`` deletes the application,
+and a line of JSON updates it; each is answered by ``done``. The end of the input ends everything.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import TextIO
 import ray
 from ray import serve
 
+from kvferry.cluster.ours import find_keeper
 from kvferry.cluster.ray_serve import build
 
 NAME = "kvferry"
@@ -44,9 +45,13 @@ def main(say: TextIO) -> None:
     serve.run(build(json.loads(sys.argv[1])), name=NAME, route_prefix=f"/{NAME}")
     print(json.dumps({"url": f"http://127.0.0.1:{port}/{NAME}"}), file=say, flush=True)
     for line in sys.stdin:
-        assert line.strip() == "delete"
-        serve.delete(NAME)
-        print("deleted", file=say, flush=True)
+        if line.strip() == "delete":
+            serve.delete(NAME)
+        elif line.strip() == "lose":
+            ray.kill(find_keeper("kvferry"))
+        else:
+            serve.run(build(json.loads(line)), name=NAME, route_prefix=f"/{NAME}")
+        print("done", file=say, flush=True)
     end: Callable[[], None] = serve.shutdown  # which has no types
     end()
     ray.shutdown()

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.model, pytest.mark.ray, pytest.mark.slow]
 SERVING = ("RouterActor", "PrefillWorker", "DecodeWorker")
 ACTORS = (*SERVING, "Keeper")  # what outlives the replica, where there is one
 REPOSITORY = Path(__file__).parents[2]
-ARGUMENTS = {
+ARGUMENTS: dict[str, Any] = {
     "overrides": {
         "model.max_model_len": 256,
         "cache.num_blocks": 64,
@@ -34,6 +34,7 @@ ARGUMENTS = {
     },
     "patience": "5s",
 }
+UPDATED = {**ARGUMENTS, "overrides": {**ARGUMENTS["overrides"], "model.max_model_len": 128}}
 
 
 @pytest.fixture
@@ -60,6 +61,13 @@ def actors_of(process: subprocess.Popen[str]) -> dict[int, str]:
             if each.status() != psutil.STATUS_ZOMBIE and any(actor in name for actor in ACTORS):
                 found[each.pid] = name
     return found
+
+
+def tell(process: subprocess.Popen[str], order: str) -> None:
+    """Give the head an order, see there, and wait until it has been carried out."""
+    assert process.stdin is not None and process.stdout is not None
+    print(order, file=process.stdin, flush=True)
+    assert process.stdout.readline().strip() == "done"
 
 
 def ask(url: str) -> tuple[int, dict[str, Any]]:
@@ -102,7 +110,25 @@ def test_serve_owns_the_clusters_life_and_sees_its_health(head: subprocess.Popen
     assert again["grpc"] == facts["grpc"]  # the same cluster: Serve has not begun anew
     assert len(serving()) == 3
 
-    print("delete", file=head.stdin, flush=True)
-    assert head.stdout.readline().strip() == "deleted"
+    # an update: the successor starts while its forerunner ends, and has a cluster of its own
+    tell(head, json.dumps(UPDATED))
+    status, updated = eventually("it is updated", lambda: ask(url), lambda it: it[0] == 200)
+    with Client(updated["grpc"]) as client:
+        assert client.status().model.max_model_len == 128
+    eventually("nothing of the first is left", serving, lambda now: len(now) == 3)
+    first = serving().keys()
+
+    # unhealthy: Serve begins anew
+    tell(head, "lose")
+    eventually("it is not ready", lambda: ask(url)[0], lambda it: it != 200)
+    status, anew = eventually(
+        "Serve has begun anew", lambda: ask(url), lambda it: it[0] == 200, 180.0
+    )
+    with Client(anew["grpc"]) as client:
+        assert client.generate_text("1, 2, 3, 4,", temperature=0.0, max_tokens=3).text == " 5,"
+    eventually("nothing of earlier ones is left", serving, lambda now: len(now) == 3)
+    assert not first & serving().keys()
+
+    tell(head, "delete")
     eventually("the cluster has ended with it", lambda: actors_of(head), lambda alive: not alive)
     assert head.poll() is None  # Ray itself lives on
