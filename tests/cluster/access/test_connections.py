@@ -212,7 +212,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked(
 def test_an_authority_of_the_system_is_not_trusted_for_clients(locked: Locked) -> None:
     """Only the configured one is: what a browser trusts says nothing about who may call."""
     assert locked.stack.node.access.tls is not None
-    context = locked.stack.node.access.tls.context(lambda why: None)
+    context = locked.stack.node.access.tls.context()
     assert len(context.get_ca_certs()) == 1
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
