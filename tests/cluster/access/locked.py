@@ -14,7 +14,9 @@ from kvferry.cluster.metrics import catalog
 from tests.certificates import Authority, Pair
 from tests.stack import LONG_S, Stack
 
-OPERATOR, ACME, ZETA, SLOW = (f"{name}-token-0123456789" for name in ("op", "acme", "zeta", "slow"))
+OPERATOR, ACME, ZETA, SLOW, QUICK = (
+    f"{name}-token-0123456789" for name in ("op", "acme", "zeta", "slow", "quick")
+)
 
 
 @dataclass
