@@ -114,13 +114,13 @@ def locked(
 
 def test_what_listens_is_what_the_page_lists(locked: Locked) -> None:
     """Every listening socket of every process is of one row of SECURITY.md, and there as it says;
-    and every row is of some socket.
+    and every row is of some socket, but that of Ray Serve, which is not here (``tests/deploy``).
     """
     with locked.client(OPERATOR) as client:
         status = client.status()
     found = classify(locked.served, status)
     wanted = listed_ports()
-    assert {each.name for each in found} == set(wanted)
+    assert {each.name for each in found} | {"ray-serve"} == set(wanted)
     for each in found:
         row = wanted[each.name]
         assert each.process in row.processes, each
