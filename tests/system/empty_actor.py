@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from typing import Any
 
 import ray
 
@@ -21,8 +23,8 @@ class Empty:
 
 def main(address: str) -> None:
     """See the module."""
-    ray.init(address=address, namespace="empty", log_to_driver=False, logging_level="ERROR")
-    actor = ray.remote(num_cpus=0)(Empty).remote()
+    ray.init(address=address, namespace="empty", log_to_driver=False, logging_level=logging.ERROR)
+    actor: Any = ray.remote(num_cpus=0)(Empty).remote()
     print(ray.get(actor.pid.remote()), flush=True)
     sys.stdin.read()
     ray.shutdown()

@@ -111,7 +111,7 @@ def sockets_of(pid: int) -> Sockets:
     """Now."""
     process = psutil.Process(pid)
     found: list[Any] = process.net_connections("inet")
-    names = {str(each.laddr) for each in process.net_connections("unix") if each.laddr}
+    names = {str(each.laddr) for each in process.net_connections("unix")}
     return Sockets(
         sum(
             each.status == psutil.CONN_LISTEN and ipaddress.ip_address(each.laddr.ip).is_unspecified

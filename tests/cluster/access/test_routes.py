@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from kvferry.cluster.access.gate import Gate
 from kvferry.cluster.access.settings import AccessSettings, TenantSettings
@@ -175,7 +175,7 @@ def test_what_cannot_be_guarded_is_not_served(stack: Stack) -> None:
     mounted = guarded_app(stack.node.access.gate)
     mounted.mount("/inner", FastAPI())
     bare = guarded_app(stack.node.access.gate)
-    bare.add_route("/bare", lambda request: None)
+    bare.add_route("/bare", lambda request: Response())
     for app in (mounted, bare):
         with pytest.raises(TypeError, match="not guarded"):
             check_guarded(app)
