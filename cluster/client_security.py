@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvferry.cluster.access.secret_files import UnusableSecret, read_public, read_secret
+from kvferry.cluster.access.tls import load_pair
 from kvferry.cluster.ports import is_loopback
 from kvferry.kv_cache.errors import KVFerryError
 
@@ -48,11 +49,8 @@ class ClientSecurity:
     def channel_credentials(self, endpoint: str) -> grpc.ChannelCredentials | None:
         """For gRPC; None for plaintext. Raises UnusableSecret and TokenInTheClear."""
         if self.tls_ca is None:
-            if self.token is not None and not is_loopback(endpoint):
-                raise TokenInTheClear(
-                    f"the token would go to {endpoint} without TLS, for everybody on the way to "
-                    "read: give --tls-ca FILE, or no token"
-                )
+            if self.token is not None:
+                check_way(endpoint, "give --tls-ca FILE, or no token")
             return None
         authorities = read_public("tls-ca", self.tls_ca)
         if self.tls_cert is None or self.tls_key is None:
@@ -71,13 +69,23 @@ class ClientSecurity:
         if self.tls_ca is None:
             return None
         try:
+            read_public("tls-ca", self.tls_ca)
             context = ssl.create_default_context(cafile=self.tls_ca)
             if self.tls_cert is not None and self.tls_key is not None:
-                read_secret("tls-key", self.tls_key)
-                context.load_cert_chain(self.tls_cert, self.tls_key)
-        except (ssl.SSLError, OSError) as error:
+                key = read_secret("tls-key", self.tls_key)
+                load_pair(context, read_public("tls-cert", self.tls_cert), key)
+        except (ssl.SSLError, OSError, ValueError) as error:
             raise UnusableSecret(f"tls-ca, tls-cert or tls-key cannot be used: {error}") from error
         return context
 
 
 PLAIN = ClientSecurity()
+
+
+def check_way(endpoint: str, remedy: str) -> None:
+    """Raise TokenInTheClear unless HOST:PORT is of this machine; elsewhere a token needs TLS."""
+    if not is_loopback(endpoint):
+        raise TokenInTheClear(
+            f"the token would go to {endpoint} without TLS, for everybody on the way to read: "
+            f"{remedy}"
+        )

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.cluster.grpc_guard import GrpcGuard
+from kvferry.cluster.grpc_guard import GrpcGuard, OpenStreams
 from kvferry.cluster.grpc_services import ClusterServicer, InferenceServicer
 from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
@@ -41,7 +41,10 @@ class GrpcServer:
         self._node = node
         limits = limits or ServerLimits()
         access = node.access
-        guards = () if access.gate.is_open else (GrpcGuard(access.gate, node.refusals),)
+        streams = OpenStreams(limits.max_open_streams, node.refusals)
+        guards = (
+            (streams,) if access.gate.is_open else (GrpcGuard(access.gate, node.refusals), streams)
+        )
         self._server = grpc.aio.server(interceptors=guards, options=limits.channel_options())
         try:
             if access.tls is None:

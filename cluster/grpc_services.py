@@ -69,9 +69,9 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
         received_at = node.clock()
         stream = Outgoing()
         try:
-            caller = caller_of(node, context)
-            spec = await node.prepare(request, caller)
-            routed = node.submit(spec, stream.emit, received_at, caller)
+            caller, peer = caller_of(node, context), context.peer()
+            spec = await node.prepare(request, caller, peer)
+            routed = node.submit(spec, stream.emit, received_at, caller, peer)
         except Exception as error:  # the call's boundary: every error becomes a status
             await fail(context, error)
         request_id = routed.request_id

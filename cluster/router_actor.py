@@ -191,7 +191,9 @@ class RouterActor:
         """Bind the doors beside gRPC's that are asked for."""
         doors, limits = self._settings.doors, self._settings.limits
         if doors.metrics is not None:
-            self._metrics = MetricsServer(doors.metrics, node.metrics, node.access, node.refusals)
+            self._metrics = MetricsServer(
+                doors.metrics, node.metrics, node.access, node.refusals, limits
+            )
             self._metrics.start()
         if doors.http is not None:
             # Loaded where it is wanted only: FastAPI takes half a second of a router's start.

@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.1
+HERE = "this process"  # a request's peer where it came through no door
 MAX_WAITING_CHATS = 256  # each may hold megabytes
 
 T = TypeVar("T")
@@ -125,19 +126,23 @@ class RouterNode:
         self.router.worker_died(ref, why, self.clock())
         self._flush()
 
-    async def prepare(self, request: pb.GenerateRequest, caller: Caller = ANYBODY) -> RequestSpec:
+    async def prepare(
+        self, request: pb.GenerateRequest, caller: Caller = ANYBODY, peer: str = HERE
+    ) -> RequestSpec:
         """Take a caller's request in: its specification, salted as the caller's.
 
         Raises what ``take_in`` does, and PermissionDenied, and Overloaded beyond a quota.
         """
-        tenants = self.access.tenants
-        try:
-            tenants.check(caller, request.tenant, self.clock())
-        except Exception as error:  # whatever it is, it is counted and goes on to the door
-            self.refusals.call("a request", caller.name, error)
-            raise
+        self._check_tenant(caller, request.tenant, peer)
         spec = await self.take_in(self.intake.prepare, request)
-        return replace(spec, cache_salt=tenants.salt(caller, spec.cache_salt))
+        return replace(spec, cache_salt=self.access.tenants.salt(caller, spec.cache_salt))
+
+    def _check_tenant(self, caller: Caller, named: str, peer: str) -> None:
+        try:
+            self.access.tenants.check(caller, named, self.clock())
+        except Exception as error:  # whatever it is, it is counted and goes on to the door
+            self.refusals.call(caller.name, f"a request of {caller.name}", peer, error)
+            raise
 
     async def take_in(self, step: Callable[[Request], T], request: Request) -> T:
         """Run a step of the intake on a thread: one of the few for conversations, or any.
@@ -175,8 +180,10 @@ class RouterNode:
         emit: Callable[[SessionItem], None],
         received_at: float,
         caller: Caller = ANYBODY,
+        peer: str = HERE,
     ) -> RoutedRequest:
         """Begin a caller's stream; items for the client go to ``emit``. Raises Overloaded."""
+        self._check_tenant(caller, "", peer)  # others may have come since it was prepared
         tenants, output = self.access.tenants, spec.num_branches * spec.max_output_tokens
         if caller.tenant:
             emit = self._metered(spec.request_id, emit, caller, output)
@@ -187,15 +194,11 @@ class RouterNode:
         ]
         session = sessions[0] if len(sessions) == 1 else BranchedSession(sessions, emit)
         most = len(spec.prompt_token_ids) + output
+        tenants.began(caller, most, self.clock())
         try:
-            tenants.check(caller, "", self.clock())  # others may have come meanwhile
-            tenants.began(caller, most, self.clock())
-            try:
-                request = self.router.submit(spec, session, self.clock(), received_at)
-            except Exception:  # nothing has begun
-                tenants.ended(caller, most, self.clock())
-                raise
+            request = self.router.submit(spec, session, self.clock(), received_at)
         except Exception as error:  # whatever it is, it is counted and goes on to the door
+            tenants.ended(caller, most, self.clock())
             self._tenant_of.pop(spec.request_id, None)
             self.router.recorder.rejected(error)
             raise

@@ -18,7 +18,7 @@ from kvferry.cluster.config_types import Section
 from kvferry.cluster.devices import gpus_of
 from kvferry.cluster.router_actor import RouterEndpoints, RouterSettings
 from kvferry.cluster.router_config import RouterConfig
-from kvferry.cluster.server_limits import ServerLimits
+from kvferry.cluster.server_limits import ServerLimits, connections_for
 from kvferry.engine.models.linear import ModelDtype
 from kvferry.engine.scheduler import SchedulerConfig
 from kvferry.kv_transfer.authentication import NoKey
@@ -209,6 +209,8 @@ def router_settings(
             config.server.keepalive,
             config.server.keepalive_timeout,
             config.server.slow_client_limit,
+            max_connections=connections_for(config.router.queue_limit),
+            max_streams=connections_for(config.router.queue_limit),
         ),
         access=access_settings(config),
         key=key,

@@ -25,10 +25,10 @@ class KVFerryError(Exception):
         super().__init__("\n".join(map(one_line, lines)))
 
 
-def one_line(text: str) -> str:
-    """A text without control characters, and of at most ``MAX_MESSAGE_CHARS`` characters."""
-    if len(text) > MAX_MESSAGE_CHARS:
-        text = f"{text[:MAX_MESSAGE_CHARS]}..."
+def one_line(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
+    """A text without control characters; what is longer than ``max_chars`` is cut."""
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}..."
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)

@@ -311,7 +311,7 @@ class Stack:
         if self.metrics:
             node = self.node
             self.metrics_server = MetricsServer(
-                "127.0.0.1:0", node.metrics, node.access, node.refusals
+                "127.0.0.1:0", node.metrics, node.access, node.refusals, self.limits
             )
             self.metrics_server.start()
         self.http_server = HttpServer(self.node, "127.0.0.1:0", self.limits) if self.http else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from kvferry.cluster.access.secret_files import UnusableSecret, read_secret
 from kvferry.cluster.errors import PermissionDenied, Unauthenticated
 
 MIN_TOKEN_CHARS = 16
+_NAME = re.compile(rf"[\w.@-]{{1,{MIN_TOKEN_CHARS - 1}}}")  # too short for a token: which is which
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,12 @@ def _keys(key: str, path: str, tenant: str) -> Iterable[Key]:
             raise UnusableSecret(
                 f"{where}: a token of {len(words[-1])} characters can be guessed, wanted at least "
                 f"{MIN_TOKEN_CHARS}; openssl rand -hex 32 makes one"
+            )
+        if len(words) == 2 and not _NAME.fullmatch(words[0]):  # a token, perhaps: not to be shown
+            raise UnusableSecret(
+                f"{where}: the name before the token is none, wanted at most "
+                f"{MIN_TOKEN_CHARS - 1} letters, digits and . _ @ -; if the two stand the other "
+                "way round, write NAME TOKEN"
             )
         name = words[0] if len(words) == 2 else f"line {number}"
         label = f"tenant {tenant} ({name})" if tenant else f"{name} of {key}"

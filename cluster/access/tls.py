@@ -1,23 +1,20 @@
 """TLS at the doors: certificates read and checked once, then given to each library in its form.
 
-With a client CA both sides show a certificate (mutual TLS). A handshake that fails is told to
-``on_refused``, where the library lets us know: asyncio and ``ssl`` do, gRPC's own core does not.
+With a client CA both sides show a certificate (mutual TLS). What becomes of a handshake is the
+servers' to tell; gRPC's own core does not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
 from kvferry.cluster.access.secret_files import UnusableSecret, read_public, read_secret
-
-OnRefused = Callable[[str], None]
-
-_UNFINISHED = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class ServerTls:
             if files.client_ca is None
             else read_public("server.tls.client_ca", files.client_ca)
         )
-        self.context(lambda why: None)
+        self.context()
 
     @property
     def asks_clients(self) -> bool:
@@ -54,15 +51,13 @@ class ServerTls:
             [(self._key, self._cert)], self._client_ca, require_client_auth=self.asks_clients
         )
 
-    def context(self, on_refused: OnRefused) -> ssl.SSLContext:
-        """For servers of Python's own, one each. ``on_refused`` is told why a handshake failed, on
-        the thread that it failed on.
-        """
+    def context(self) -> ssl.SSLContext:
+        """For servers of Python's own; of the same bytes as ``grpc_credentials``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         files = self._files
         try:
-            context.load_cert_chain(files.cert, files.key, password=_no_password)
+            load_pair(context, self._cert, self._key)
         except (ssl.SSLError, OSError, ValueError) as error:
             raise UnusableSecret(
                 f"server.tls: {files.cert} and {files.key} are no certificate and its key, both in "
@@ -76,25 +71,26 @@ class ServerTls:
                 raise UnusableSecret(
                     f"server.tls.client_ca: {files.client_ca} holds no certificates in PEM: {error}"
                 ) from error
-        context.sslobject_class = _telling(ssl.SSLObject, on_refused)
-        context.sslsocket_class = _telling(ssl.SSLSocket, on_refused)
         return context
 
 
-def _telling(kind: Any, on_refused: OnRefused) -> Any:
-    """``kind`` (``ssl.SSLObject`` or ``SSLSocket``), telling of handshakes that fail."""
+def load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
+    """A certificate and its key that were read before, PEM: the bytes that were checked.
 
-    class Telling(kind):  # type: ignore[misc]  # a class that is an argument
-        def do_handshake(self, *args: Any) -> None:
-            try:
-                super().do_handshake(*args)
-            except _UNFINISHED:
-                raise
-            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-                on_refused(str(error))
-                raise
+    Raises what ``load_cert_chain`` does, and ValueError for a key with a password.
+    """
+    with _as_path(cert) as cert_path, _as_path(key) as key_path:
+        context.load_cert_chain(cert_path, key_path, password=_no_password)
 
-    return Telling
+
+@contextlib.contextmanager
+def _as_path(content: bytes) -> Iterator[str]:
+    """Bytes under a path, which is all that OpenSSL's binding takes; in memory, never on a disk."""
+    descriptor = os.memfd_create("kvferry-pem", os.MFD_CLOEXEC)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{descriptor}"
 
 
 def _no_password() -> str:

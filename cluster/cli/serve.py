@@ -93,9 +93,11 @@ def run(args: argparse.Namespace) -> Result:
         args.ready_file.unlink(missing_ok=True)
     with StopSignals() as signals:
         with ProgressLine(quiet=False, on_news=signals.check) as progress:
+            if config.ray.address is None:
+                warn(config, progress)
             cluster = start(config, progress)
-            for warning in warnings(cluster.config, os.environ.get("RAY_AUTH_MODE")):
-                progress.say(f"warning: {warning}")
+            if config.ray.address is not None:  # where another may run that has its own
+                warn(cluster.config, progress)
         if args.detach:
             announce(cluster, args.ready_file)
             leave(cluster)
@@ -124,6 +126,12 @@ def run(args: argparse.Namespace) -> Result:
             else:
                 leave(cluster)
     return Result()
+
+
+def warn(config: Config, progress: ProgressLine) -> None:
+    """Say what ``warnings`` finds."""
+    for warning in warnings(config, os.environ.get("RAY_AUTH_MODE")):
+        progress.say(f"warning: {warning}")
 
 
 def warnings(config: Config, ray_auth_mode: str | None) -> Iterator[str]:

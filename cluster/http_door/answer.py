@@ -48,6 +48,7 @@ class Plan:
     Attributes:
         asks: its requests of the contract.
         caller: whose they are.
+        peer: where they came from.
         received_at: when it came, router's clock.
         created: the same as seconds of the epoch.
         include_usage: whether the last chunk says what was used.
@@ -55,6 +56,7 @@ class Plan:
 
     asks: Sequence[Ask]
     caller: Caller
+    peer: str
     shape: Shape
     received_at: float
     created: int
@@ -86,7 +88,7 @@ class Answer(Response):
         self._node = node
         self._slow_client_limit_s = slow_client_limit_s
         self._plan = plan
-        self._exchange = Exchange(node, plan.caller)
+        self._exchange = Exchange(node, plan.caller, plan.peer)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Run to the end, or until the client leaves."""

@@ -27,7 +27,14 @@ from kvferry.cluster.http_door.bodies import (
     parse_body,
 )
 from kvferry.cluster.http_door.failures import MethodNotAllowed, NoSuchRoute, contract_error
-from kvferry.cluster.http_door.guard import Guard, caller_of
+from kvferry.cluster.http_door.guard import (
+    Admits,
+    Guard,
+    caller_of,
+    check_guarded,
+    known_caller,
+    peer_of,
+)
 from kvferry.cluster.http_door.reading import LARGE_BODY_BYTES, parse_json, read_body
 from kvferry.cluster.http_door.shapes import ChatShape, CompletionShape, Json, Wanted, token_text
 from kvferry.cluster.http_door.translate import (
@@ -124,6 +131,7 @@ class Door:
         plan = Plan(
             asks,
             caller_of(request.scope),
+            peer_of(request.scope),
             shape,
             received_at,
             int(self.wall_clock()),
@@ -187,13 +195,14 @@ class Door:
         """Whether the door answers."""
         return _json({"status": "ok"})
 
-    async def ready(self) -> Response:
-        """Whether a request could be served now."""
+    async def ready(self, request: Request) -> Response:
+        """Whether a request could be served now; why not is told to callers only."""
         reasons = self.node.router.workers.not_ready_reasons()
         if self.draining:
             reasons = ["the server is shutting down"]
         if reasons:
-            raise NotReady("; ".join(reasons))
+            is_stranger = known_caller(request.scope) is None
+            raise NotReady("not ready" if is_stranger else "; ".join(reasons))
         return _json({"ready": True})
 
     async def metrics(self, request: Request) -> Response:
@@ -205,18 +214,26 @@ class Door:
 
 
 def make_app(door: Door) -> FastAPI:
-    """The application: routes, and errors in OpenAI's shape."""
+    """The application: routes, whom each admits, and errors in OpenAI's shape."""
     # None of FastAPI's own pages: they load scripts from elsewhere.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.post("/v1/completions")(door.completions)
-    app.post("/v1/chat/completions")(door.chat_completions)
-    app.get("/v1/models")(door.models)
-    app.get("/v1/models/{name:path}")(door.model)
-    app.post("/tokenize")(door.tokenize)
-    app.post("/detokenize")(door.detokenize)
-    app.get("/health")(door.health)
-    app.get("/ready")(door.ready)
-    app.get("/metrics")(door.metrics)
+    guard = Guard(door.node.access.gate, door.node.refusals)
+    guard.stand_before(app)
+    for whom, method, path, endpoint in (
+        (Admits.CALLERS, "POST", "/v1/completions", door.completions),
+        (Admits.CALLERS, "POST", "/v1/chat/completions", door.chat_completions),
+        (Admits.CALLERS, "GET", "/v1/models", door.models),
+        (Admits.CALLERS, "GET", "/v1/models/{name:path}", door.model),
+        (Admits.CALLERS, "POST", "/tokenize", door.tokenize),
+        (Admits.CALLERS, "POST", "/detokenize", door.detokenize),
+        (Admits.ANYBODY, "GET", "/health", door.health),
+        (Admits.ANYBODY, "GET", "/ready", door.ready),
+        (Admits.OPERATORS, "GET", "/metrics", door.metrics),
+    ):
+        app.router.add_api_route(
+            path, endpoint, methods=[method], route_class_override=guard.routes_for(whom)
+        )
+    check_guarded(app)
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         404: _no_such_route,
         405: _wrong_method,
@@ -225,7 +242,6 @@ def make_app(door: Door) -> FastAPI:
     }
     for kind, handler in handlers.items():
         app.exception_handler(kind)(handler)
-    app.add_middleware(Guard, gate=door.node.access.gate, refusals=door.node.refusals)
     return app
 
 

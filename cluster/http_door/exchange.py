@@ -27,9 +27,10 @@ class Exchange:
         requests: one per prompt.
     """
 
-    def __init__(self, node: RouterNode, caller: Caller) -> None:
+    def __init__(self, node: RouterNode, caller: Caller, peer: str) -> None:
         self._node = node
         self._caller = caller
+        self._peer = peer
         self._arrived: asyncio.Queue[tuple[int, SessionItem]] = asyncio.Queue()
         self.requests: list[RoutedRequest] = []
 
@@ -50,11 +51,12 @@ class Exchange:
         specs = [await self._prepare(ask) for ask in asks]
         for place, spec in enumerate(specs):
             emit = partial(self._emit, place)
-            self.requests.append(self._node.submit(spec, emit, received_at, self._caller))
+            request = self._node.submit(spec, emit, received_at, self._caller, self._peer)
+            self.requests.append(request)
 
     async def _prepare(self, ask: Ask) -> RequestSpec:
         try:
-            return await self._node.prepare(ask.request, self._caller)
+            return await self._node.prepare(ask.request, self._caller, self._peer)
         except InvalidRequest as error:
             raise type(error)(renamed(str(error), ask.names)) from error
 

@@ -1,8 +1,8 @@
 """The listening HTTP server: its socket, its limits, how it starts and stops.
 
 uvicorn on the router's own loop; its signals stay the process's and its logs go where all go.
-Connections that are refused before they are requests are counted. What its routes do is
-``http_door.app``'s, who may ask is ``http_door.guard``'s.
+Its connections are ``http_door.connections``'s, what its routes do is ``http_door.app``'s, who may
+ask is ``http_door.guard``'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvferry.cluster.access.refusals import Refusals
 from kvferry.cluster.http_door.app import Door, make_app
+from kvferry.cluster.http_door.connections import Acceptor, connection_kind
 from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
@@ -48,9 +47,10 @@ class HttpServer:
         port = self._socket.getsockname()[1]
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"
         self._door = Door(node, limits, wall_clock)
+        self._kind = connection_kind(node.refusals, limits)
         config = uvicorn.Config(
             make_app(self._door),
-            http=_telling(node.refusals),
+            http=self._kind,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -60,28 +60,40 @@ class HttpServer:
             timeout_keep_alive=IDLE_LIMIT_S,
         )
         config.load()
-        if node.access.tls is not None:
-            refusals = node.refusals
-            config.ssl = node.access.tls.context(
-                lambda why: refusals.connection("http", "tls", why)
-            )
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
-        self._ticks: asyncio.Task[None] | None = None
+        self._server.servers = []  # it is the acceptor that listens
+        self._acceptor = Acceptor(
+            self._socket,
+            self._connection,
+            None if node.access.tls is None else node.access.tls.context(),
+            limits,
+            node.refusals,
+            lambda: len(self._server.server_state.connections),
+        )
+        self._running: list[asyncio.Task[None]] = []
+
+    def _connection(self) -> asyncio.Protocol:
+        server = self._server
+        return self._kind(server.config, server.server_state, server.lifespan.state)
 
     async def start(self) -> None:
         """Accept connections."""
-        await self._server.startup(sockets=[self._socket])
-        self._ticks = asyncio.create_task(self._server.main_loop())
+        loop = asyncio.get_running_loop()
+        self._running = [
+            loop.create_task(self._server.main_loop()),
+            loop.create_task(self._acceptor.run()),
+        ]
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let running ones finish for ``grace_s`` seconds, then fail them."""
         self._door.draining = True
-        if self._ticks is None:
+        if not self._running:
             self._socket.close()
             return
-        self._ticks.cancel()
-        await asyncio.gather(self._ticks, return_exceptions=True)
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
         stopping = asyncio.create_task(self._server.shutdown(sockets=[self._socket]))
         await asyncio.wait({stopping}, timeout=grace_s)
         self._node.end_requests()  # a stream ends with its typed error, it is not cut off
@@ -90,17 +102,6 @@ class HttpServer:
             if connection.transport is not None:
                 connection.transport.abort()  # who does not read would keep it for ever
         await stopping
-
-
-def _telling(refusals: Refusals) -> type[H11Protocol]:
-    """A protocol of uvicorn's that tells of bytes that are no HTTP."""
-
-    class Telling(H11Protocol):
-        def send_400_response(self, msg: str) -> None:
-            refusals.connection("http", "malformed", msg)
-            super().send_400_response(msg)
-
-    return Telling
 
 
 def _listen(address: str, limits: ServerLimits) -> socket.socket:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from aiohttp import (
     ClientConnectorError,
@@ -17,7 +18,7 @@ from aiohttp import (
     TCPConnector,
 )
 
-from kvferry.cluster.client_security import PLAIN, ClientSecurity
+from kvferry.cluster.client_security import PLAIN, ClientSecurity, check_way
 from kvferry.cluster.errors import ClusterUnreachable, NotReady, StreamError
 from kvferry.cluster.loadgen.errors import BadLoad
 from kvferry.cluster.loadgen.measures import Receipt
@@ -28,6 +29,7 @@ from kvferry.protos import kvferry_pb2 as pb
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 CONNECT_TIMEOUT_S = 10.0
+REMEDY = "give a url with https, or no key"
 
 
 class HttpTarget:
@@ -35,7 +37,8 @@ class HttpTarget:
 
     ``body`` are fields that every request has beside its own; null takes one away. ``key`` goes
     into the Authorization header, if there is one; of ``security`` only TLS is looked at. A request
-    fails if nothing comes for ``read_timeout_s``; None: it waits.
+    fails if nothing comes for ``read_timeout_s``; None: it waits. Raises BadLoad and
+    TokenInTheClear.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class HttpTarget:
         self._clock = clock
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if key is not None:
+            _check_way(url)
             headers["Authorization"] = f"Bearer {key}"
         self._session = ClientSession(
             connector=TCPConnector(limit=0, ssl=security.ssl_context() or True),
@@ -151,6 +155,17 @@ def request_body(request: Request, model: str, more: Mapping[str, Any]) -> tuple
     fields |= more
     given = {name: value for name, value in fields.items() if value is not None}
     return path, json.dumps(given, separators=(",", ":")).encode()
+
+
+def _check_way(url: str) -> None:
+    """Raise TokenInTheClear if a key would be sent to another machine without TLS."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 80
+    except ValueError as error:
+        raise BadLoad(f"url: got {url!r}: {error}") from error
+    if parts.scheme != "https":
+        check_way(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", REMEDY)
 
 
 async def _refusal(response: ClientResponse) -> KVFerryError:

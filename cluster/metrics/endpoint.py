@@ -1,20 +1,24 @@
 """A listening HTTP server that answers every GET with the metrics: ``server.metrics``.
 
 A few threads, beside the router's event loop: samples are taken on the loop, for only there they
-hold still; text is made from them on the request's own thread, so that no token waits for it. TLS
+hold still; text is made from them on the request's own thread, so that no token waits for it. Each
+connection is for one scrape, within a time from its beginning; there are only so many at once. TLS
 and tokens are those of the other doors; a tenant's key opens nothing here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import make_wsgi_app
@@ -25,6 +29,7 @@ from kvferry.cluster.access.settings import Access
 from kvferry.cluster.errors import PortUnavailable, status_of
 from kvferry.cluster.metrics.exposition import Source, registry_of
 from kvferry.cluster.metrics.families import Family
+from kvferry.cluster.server_limits import ServerLimits
 from kvferry.kv_cache.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -32,14 +37,92 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PORT = "metrics"
 SAMPLES_TIMEOUT_S = 10.0
-STOP_POLL_S = 0.1
-CLIENT_TIMEOUT_S = 10.0  # a client that says or takes nothing for so long is hung up on
+STOP_POLL_S = 0.1  # and between two looks for connections that are late
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A connection: who it is, when it must have ended, and whether it was hung up on for that."""
+
+    peer: str
+    end: float
+    is_late: bool = False
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Refuses connections beyond a number, and hangs up on those that last. ``limits`` and
+    ``refusals`` are set before it serves.
+    """
+
     daemon_threads = True
+    limits = ServerLimits()
     refusals: Refusals | None = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._open: dict[Any, _Open] = {}  # by the socket; those that are not closed yet
+        self._lock = threading.Lock()
+        super().__init__(*args, **more)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a new connection on a thread of its own, if there are not too many."""
+        opened = _Open(
+            f"{client_address[0]}:{client_address[1]}",
+            time.monotonic() + self.limits.scrape_limit_s,
+        )
+        with self._lock:
+            has_room = len(self._open) < self.limits.max_scrapes
+            if has_room:
+                self._open[request] = opened
+        if has_room:
+            super().process_request(request, client_address)
+            return
+        self._tell(opened, "crowded", f"{self.limits.max_scrapes} are open")
+        self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection; before, it is forgotten, as its descriptor may be another's soon."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Listen no longer, and to nobody; answers that are under way go on."""
+        super().server_close()
+        with self._lock, contextlib.suppress(OSError):
+            for request in self._open:
+                socket.socket.shutdown(request, socket.SHUT_RD)
+
+    def service_actions(self) -> None:
+        """Hang up on connections that are late."""
+        self.hang_up(time.monotonic())
+
+    def hang_up(self, now: float) -> None:
+        """End every connection that should have ended by now; its thread finds out and closes."""
+        late = []
+        with self._lock:
+            for request, opened in self._open.items():
+                if now >= opened.end and not opened.is_late:
+                    opened.is_late = True
+                    late.append(opened)
+                    with contextlib.suppress(OSError):  # it has gone
+                        # the plain socket's: TLS's would take the state from under the thread
+                        socket.socket.shutdown(request, socket.SHUT_RDWR)
+        for opened in late:
+            self._tell(opened, "slow", f"it was not done within {self.limits.scrape_limit_s:g} s")
+
+    def refuse(self, request: object, reason: str, why: str) -> None:
+        """A connection is refused, unless it has been already, for being late."""
+        with self._lock:
+            opened = self._open.get(request)
+        if opened is not None and not opened.is_late:
+            self._tell(opened, reason, why)
+
+    def _tell(self, opened: _Open, reason: str, why: str) -> None:
+        if self.refusals is not None:
+            self.refusals.connection(PORT, reason, opened.peer, why)
 
     def handle_error(self, request: object, client_address: object) -> None:
         logger.debug("the connection of %s broke", client_address, exc_info=True)
@@ -50,17 +133,19 @@ class _Server6(_Server):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_TIMEOUT_S
     server: _Server
 
     def setup(self) -> None:
+        if isinstance(self.request, ssl.SSLSocket):  # here, where only this client waits for it
+            try:
+                self.request.do_handshake()
+            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+                self.server.refuse(self.request, "tls", str(error))
+                raise
         super().setup()
-        if isinstance(self.connection, ssl.SSLSocket):  # here, where only this client waits for it
-            self.connection.do_handshake()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        if self.server.refusals is not None:
-            self.server.refusals.connection("metrics", "malformed", f"{code} {message or ''}")
+        self.server.refuse(self.request, "malformed", f"{code} {message or ''}")
         super().send_error(code, message, explain)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -79,6 +164,7 @@ class MetricsServer:
         source: Source,
         access: Access | None = None,
         refusals: Refusals | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         access = access or Access()
         loop = asyncio.get_running_loop()
@@ -104,8 +190,11 @@ class MetricsServer:
                 "Give another server.metrics, or port 0 to pick a free one"
             ) from error
         self._server.refusals = refusals
-        if access.tls is not None:
-            self._server.socket = _secured(self._server.socket, access, refusals)
+        self._server.limits = limits or ServerLimits()
+        if access.tls is not None:  # each client's own thread makes the handshake
+            self._server.socket = access.tls.context().wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.endpoint = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -124,21 +213,8 @@ class MetricsServer:
         """
         if self._thread.ident is not None:
             self._server.shutdown()
-            self._thread.join(CLIENT_TIMEOUT_S)
+            self._thread.join(STOP_TIMEOUT_S)
         self._server.server_close()
-
-
-def _secured(listener: socket.socket, access: Access, refusals: Refusals | None) -> socket.socket:
-    """The listening socket with TLS, whose handshakes are made by each client's own thread."""
-
-    def refused(why: str) -> None:
-        if refusals is not None:
-            refusals.connection("metrics", "tls", why)
-
-    assert access.tls is not None
-    return access.tls.context(refused).wrap_socket(
-        listener, server_side=True, do_handshake_on_connect=False
-    )
 
 
 def _guarded(
@@ -151,7 +227,7 @@ def _guarded(
             gate.operator(environ.get("HTTP_AUTHORIZATION"), "the metrics page")
         except KVFerryError as error:
             if refusals is not None:
-                refusals.call("a scrape", environ.get("REMOTE_ADDR", ""), error)
+                refusals.call(PORT, "a scrape", environ.get("REMOTE_ADDR", ""), error)
             status = status_of(error).http
             headers = [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")]
             start_response(f"{status} {type(error).__name__}", headers)

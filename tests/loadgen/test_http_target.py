@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -16,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cluster.cli import main
+from kvferry.cluster.client_security import PLAIN, ClientSecurity, TokenInTheClear
 from kvferry.cluster.errors import Internal, NotReady, Overloaded, StreamError, UnknownModel
-from kvferry.cluster.loadgen.http_target import request_body
+from kvferry.cluster.loadgen.errors import BadLoad
+from kvferry.cluster.loadgen.http_target import HttpTarget, request_body
 from kvferry.cluster.loadgen.measures import BY_CHUNKS, BY_IDS, BY_USAGE, Receipt
 from kvferry.cluster.loadgen.plan import make_plan
 from kvferry.cluster.loadgen.sessions import Prompt
@@ -331,3 +334,58 @@ def test_an_interrupted_run_leaves_nothing_at_the_peer() -> None:
         assert process.returncode == 130
         assert documents.parse(printed)["results"]["unfinished"] == 1
         assert peer.left.wait(30)
+
+
+# --- its key ------------------------------------------------------------------------------------
+
+
+def made(url: str, key: str | None, security: ClientSecurity = PLAIN) -> None:
+    async def run() -> None:
+        async with HttpTarget(url, key=key, security=security):
+            pass
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://192.0.2.7:8000", "http://example.org", "http://example.org/v1"),
+        *("http://[2001:db8::1]:8000", "http://127.0.0.1.example.org", "http://x@192.0.2.7"),
+        *("http://127.0.0.1@192.0.2.7:80", "http://"),
+    ],
+)
+def test_a_key_does_not_go_to_another_machine_in_the_clear(url: str, tmp_path: Path) -> None:
+    """Not with the files for TLS, either: it is the URL that says what is spoken."""
+    for security in (PLAIN, ClientSecurity(tls_ca=str(tmp_path / "ca.pem"))):
+        with pytest.raises(TokenInTheClear, match=r"without TLS.*https") as caught:
+            made(url, "secret-key", security)
+        assert "secret-key" not in str(caught.value)
+    made(url, None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:8000", "http://localhost", "http://LOCALHOST/v1", "http://[::1]:1"),
+        "https://example.org/v1",
+    ],
+)
+def test_it_goes_over_tls_and_within_this_machine(url: str) -> None:
+    made(url, "secret-key")
+
+
+def test_a_port_that_is_none_is_a_typed_error() -> None:
+    with pytest.raises(BadLoad, match=r"url: got 'http://example\.org:x'"):
+        made("http://example.org:x", "secret-key")
+
+
+def test_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("THE_KEY", "secret-key")
+    url = ("--url", "http://192.0.2.7:8000", "--model", "m", "--api-key-env", "THE_KEY")
+    assert main(["loadgen", "run", *SMALL, *url, "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["error"]["type"] == "TokenInTheClear"
+    assert "secret-key" not in str(document)

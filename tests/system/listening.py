@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from kvferry.protos import kvferry_pb2 as pb
-from tests.system.processes import Served, abstract_sockets
+from tests.system.processes import SOON_S, Served, abstract_sockets
 
 PAGE = Path(__file__).parents[2] / "SECURITY.md"
 
@@ -86,3 +93,49 @@ def classify(served: Served, status: pb.StatusResponse) -> list[Listener]:
         if kind == "worker":
             found += [Listener("kv-shm", kind, name, True) for name in unix if "kvferry" in name]
     return found
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """What a process has open beyond what the page has a row for, how many or which of each kind.
+
+    ``wildcard``: TCP, listening on every address. ``named``: Unix sockets with a file.
+    """
+
+    wildcard: int
+    udp: int
+    named: frozenset[str]
+
+
+def sockets_of(pid: int) -> Sockets:
+    """Now."""
+    process = psutil.Process(pid)
+    found: list[Any] = process.net_connections("inet")
+    names = {str(each.laddr) for each in process.net_connections("unix")}
+    return Sockets(
+        sum(
+            each.status == psutil.CONN_LISTEN and ipaddress.ip_address(each.laddr.ip).is_unspecified
+            for each in found
+        ),
+        sum(each.type == socket.SOCK_DGRAM for each in found),
+        frozenset(name for name in names if name.startswith("/")),
+    )
+
+
+@contextlib.contextmanager
+def empty_actor(ray_address: str) -> Iterator[int]:
+    """The process id of an actor that has nothing of ours, on the same Ray."""
+    command = [sys.executable, "-m", "tests.system.empty_actor", ray_address]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdin is not None and driver.stdout is not None
+        try:
+            yield int(driver.stdout.readline())
+        finally:
+            driver.stdin.close()
+            driver.wait(SOON_S)

@@ -11,7 +11,7 @@ from kvferry.cluster.access.settings import AccessSettings, TenantSettings
 from kvferry.cluster.access.tenants import Tenant
 from kvferry.cluster.access.tls import TlsFiles
 from tests.certificates import Authority, secret_file
-from tests.cluster.access.locked import ACME, OPERATOR, SLOW, THRIFTY, ZETA, Locked
+from tests.cluster.access.locked import ACME, OPERATOR, QUICK, SLOW, THRIFTY, ZETA, Locked
 from tests.stack import Stack
 
 
@@ -39,10 +39,8 @@ def locked(
         TlsFiles(server.cert, server.key, ours.ca),
         secret_file(folder / "tokens", f"operator {OPERATOR}\n".encode()),
         (
-            tenant("acme", ACME),
-            tenant("zeta", ZETA),
-            tenant("slow", SLOW, 1.0),
-            tenant("thrifty", THRIFTY, 1.0),
+            *(tenant("acme", ACME), tenant("zeta", ZETA), tenant("slow", SLOW, 1.0)),
+            *(tenant("quick", QUICK, 1000.0), tenant("thrifty", THRIFTY, 1.0)),
         ),
     )
     with Stack(folder / "tiny", http=True, metrics=True, access=access) as stack:

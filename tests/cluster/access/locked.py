@@ -14,8 +14,8 @@ from kvferry.cluster.metrics import catalog
 from tests.certificates import Authority, Pair
 from tests.stack import LONG_S, Stack
 
-OPERATOR, ACME, ZETA, SLOW, THRIFTY = (
-    f"{name}-token-0123456789" for name in ("op", "acme", "zeta", "slow", "thrifty")
+OPERATOR, ACME, ZETA, SLOW, QUICK, THRIFTY = (
+    f"{name}-token-0123456789" for name in ("op", "acme", "zeta", "slow", "quick", "thrifty")
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvferry.cluster.access.gate import Caller
 from kvferry.cluster.client import Client
 from kvferry.cluster.errors import (
     DeadlineExceeded,
@@ -21,7 +22,11 @@ from kvferry.cluster.errors import (
     Overloaded,
     PermissionDenied,
     Unauthenticated,
+    from_grpc,
 )
+from kvferry.cluster.grpc_guard import CALLERS_SERVICES
+from kvferry.cluster.http_door.guard import Admits
+from kvferry.protos import kvferry_pb2 as pb
 from tests.cluster.access.locked import ACME, OPERATOR, SLOW, THRIFTY, ZETA, Locked
 from tests.cluster.http_door.test_errors import error_of
 from tests.stack import BLOCK, LONG_S, Stack, eventually
@@ -43,44 +48,67 @@ def counted(
         eventually("it is counted", lambda: locked.rejected() == wanted, LONG_S)
     said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(said) == times and all(kind.__name__ in line for line in said), said
+    assert all("127.0.0.1" in line for line in said), "where it came from"
     for token in (OPERATOR, ACME, ZETA, SLOW, WRONG):
         assert not any(token in line for line in said)
 
 
-GRPC_CALLS: dict[str, Callable[[Client], object]] = {
-    "Generate": lambda client: client.generate_text("x", **SHORT),
-    "Cancel": lambda client: client.cancel("0" * 32),
-    "Status": lambda client: client.status(),
-    "Audit": lambda client: client.audit(),
-    "Drain": lambda client: client.drain("nobody", timeout_s=1.0),
-    "Scale": lambda client: client.scale(decode=2, timeout_s=1.0),
+INFERENCE, CLUSTER = (pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Cluster"))
+METHODS = {
+    method.name: method
+    for service in pb.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
 }
-OPERATORS = ("Status", "Audit", "Drain", "Scale")
 
 
-@pytest.mark.parametrize("call", GRPC_CALLS)
+def call(client: Client, name: str) -> None:
+    """Any method of the contract, with an empty request; raises its typed error."""
+    method = METHODS[name]
+    channel: Any = client._channel
+    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+    begin = kind(f"/{method.containing_service.full_name}/{name}", bytes, bytes)
+    try:
+        answer = begin(b"", timeout=LONG_S, metadata=client._metadata)
+        if method.server_streaming:
+            list(answer)
+    except grpc.RpcError as error:
+        raise from_grpc(error) from error
+
+
+def test_no_method_streams_requests() -> None:
+    """``call`` sends one."""
+    assert not any(method.client_streaming for method in METHODS.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("token", [None, WRONG])
 def test_grpc_without_a_known_token(
-    locked: Locked, call: str, token: str | None, caplog: pytest.LogCaptureFixture
+    locked: Locked, name: str, token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         counted(locked, Unauthenticated, caplog),
         locked.client(token) as client,
         pytest.raises(Unauthenticated),
     ):
-        GRPC_CALLS[call](client)
+        call(client, name)
 
 
-@pytest.mark.parametrize("call", OPERATORS)
+@pytest.mark.parametrize("name", [method.name for method in CLUSTER.methods])
 def test_a_tenant_does_not_look_at_the_cluster(
-    locked: Locked, call: str, caplog: pytest.LogCaptureFixture
+    locked: Locked, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         counted(locked, PermissionDenied, caplog),
         locked.client(ACME) as client,
         pytest.raises(PermissionDenied, match=r"server\.auth\.tokens_file"),
     ):
-        GRPC_CALLS[call](client)
+        call(client, name)
+
+
+def test_every_service_is_of_one_kind() -> None:
+    """A new one is the operators' until somebody has thought about it, here too."""
+    assert set(pb.DESCRIPTOR.services_by_name.values()) == {INFERENCE, CLUSTER}
+    assert {INFERENCE.full_name} == CALLERS_SERVICES
 
 
 @pytest.mark.parametrize(("token", "named"), [(ACME, "zeta"), (ACME, "?"), (OPERATOR, "acme")])
@@ -119,20 +147,24 @@ def test_operators_see_the_cluster(locked: Locked) -> None:
             assert answer.status_code == 200 and "kvferry_requests_rejected_total" in answer.text
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/models", "/metrics", "/x")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("token", [None, WRONG])
-def test_http_without_a_known_token(
-    locked: Locked, path: str, token: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with counted(locked, Unauthenticated, caplog), locked.http(token) as http:
-        answer = http.get(path) if path in ("/v1/models", "/metrics") else http.post(path, json={})
-    error = error_of(answer, 401)
-    assert (error["type"], error["code"]) == ("authentication_error", "unauthenticated")
-    assert answer.headers["kvferry-error"] == "Unauthenticated"
-    assert answer.headers["www-authenticate"] == "Bearer"
+def test_http_without_a_known_token(locked: Locked, caplog: pytest.LogCaptureFixture) -> None:
+    """Every route but the open ones, and a path that is none."""
+    server: Any = locked.stack.http_server
+    served = [
+        (method, route.path.replace("{name:path}", "stub"))
+        for route in server._server.config.app.routes
+        if route.admits is not Admits.ANYBODY
+        for method in route.methods
+    ]
+    assert len(served) >= 7
+    for method, path in [*served, ("POST", "/x")]:
+        for token in (None, WRONG):
+            with counted(locked, Unauthenticated, caplog), locked.http(token) as http:
+                answer = http.request(method, path)
+            error = error_of(answer, 401)
+            assert (error["type"], error["code"]) == ("authentication_error", "unauthenticated")
+            assert answer.headers["kvferry-error"] == "Unauthenticated"
+            assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_another_s_tenant_over_http(locked: Locked, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,6 +262,24 @@ def test_what_a_request_does_not_use_is_given_back(locked: Locked) -> None:
         done = client.generate_text(**asked, stop_token_ids=[first[1]])
         assert done.usage.completion_tokens <= 2
         client.generate_text(**asked)
+
+
+def test_what_others_used_meanwhile_counts_when_a_request_is_submitted(
+    locked: Locked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was taken in within the rate, and comes beyond it, is refused like any."""
+    node, peer = locked.stack.node, "ipv4:127.0.0.1:40312"
+    caller = Caller("tenant quick (line 1)", "quick")
+
+    async def prepared_then_late() -> None:
+        spec = await node.prepare(pb.GenerateRequest(text="x"), caller, peer)
+        node.access.tenants.began(caller, 10**6, node.clock())
+        node.submit(spec, lambda item: None, node.clock(), caller, peer)
+
+    with counted(locked, Overloaded, caplog), pytest.raises(Overloaded, match="'quick' has used"):
+        locked.stack._call(prepared_then_late())
+    assert f"tenant quick (line 1) from {peer}" in caplog.text
+    assert not locked.stack.on_loop(lambda: dict(node._tenant_of))
 
 
 def test_a_token_that_is_no_text_is_refused(locked: Locked) -> None:

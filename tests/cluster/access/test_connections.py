@@ -6,6 +6,7 @@ refusal shows at the client only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from cryptography.hazmat.primitives import serialization
 
@@ -116,7 +118,8 @@ def test_a_connection_that_is_not_right_is_refused_and_the_next_is_served(
             wanted = before + Counter({"tls": 1})
             wait_refused(locked, port, wanted)
             assert any(
-                f"refused a connection to the {port} port (tls)" in record.getMessage()
+                f"refused a connection to the {port} port (tls) from 127.0.0.1:"
+                in record.getMessage()
                 for record in caplog.records
             )
     assert_serves(locked, port)
@@ -209,10 +212,37 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked(
         ServerTls(TlsFiles(pair.cert, pair.key))
 
 
+def test_both_libraries_get_the_pair_that_was_checked(
+    authorities: tuple[Authority, Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens to the files afterwards: they are read once."""
+    pair = authorities[0].pair("127.0.0.1")
+    wanted = (Path(pair.key).read_bytes(), Path(pair.cert).read_bytes())
+    tls = ServerTls(TlsFiles(pair.cert, pair.key))
+    Path(pair.key).unlink()
+    Path(pair.cert).write_bytes(b"another")
+    given: list[list[tuple[bytes, bytes]]] = []
+    monkeypatch.setattr(
+        grpc, "ssl_server_credentials", lambda pairs, *rest, **more: given.append(pairs)
+    )
+    tls.grpc_credentials()
+    assert given == [[wanted]]
+
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = tls.context().wrap_bio(to_server, to_client, server_side=True)
+    client = ssl.create_default_context(cafile=authorities[0].ca).wrap_bio(
+        to_client, to_server, server_hostname="127.0.0.1"
+    )
+    for side in (client, server, client):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    assert client.getpeercert(True) == ssl.PEM_cert_to_DER_cert(wanted[1].decode())
+
+
 def test_an_authority_of_the_system_is_not_trusted_for_clients(locked: Locked) -> None:
     """Only the configured one is: what a browser trusts says nothing about who may call."""
     assert locked.stack.node.access.tls is not None
-    context = locked.stack.node.access.tls.context(lambda why: None)
+    context = locked.stack.node.access.tls.context()
     assert len(context.get_ca_certs()) == 1
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,35 @@ def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> N
     with pytest.raises(UnusableSecret, match=f"mode {mode:04o}") as caught:
         read_secret("server.auth.tokens_file", path)
     assert path in str(caught.value) and "server.auth.tokens_file" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o755, 0o664, 0o600])
+def test_what_is_public_others_may_read(tmp_path: Path, mode: int) -> None:
+    path = secret_file(tmp_path / "ca.pem", b"public")
+    os.chmod(path, mode)
+    assert read_public("server.tls.client_ca", path) == b"public"
+
+
+@pytest.mark.parametrize("mode", [0o646, 0o666, 0o602])
+def test_but_not_change(tmp_path: Path, mode: int) -> None:
+    """Who may write to a client CA may let in whom he likes."""
+    path = secret_file(tmp_path / "ca.pem", b"public")
+    os.chmod(path, mode)
+    with pytest.raises(UnusableSecret, match=f"mode {mode:04o}: other users may change it"):
+        read_public("server.tls.client_ca", path)
+
+
+def test_a_secret_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who owns a file may change it, whatever its mode is."""
+    path = secret_file(tmp_path / "tokens", TOKEN.encode())
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:  # the file stays, we are somebody else
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UnusableSecret, match=r"belongs to user \d+, wanted user \d+"):
+        read_secret("server.auth.tokens_file", path)
     assert read_public("server.tls.cert", path) == TOKEN.encode()
 
 
@@ -145,6 +176,37 @@ def test_a_file_that_holds_no_tokens_is_refused(
     path = secret_file(tmp_path / "tokens", content)
     with pytest.raises(UnusableSecret, match=problem):
         read_keys("server.auth.tokens_file", path)
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * MIN_TOKEN_CHARS, "n" * 65, "a/b", "a:", "f" * 64, "3b1cf47e-9d1c-4d6f-8c55"]
+)
+def test_a_token_in_the_place_of_a_name_is_not_taken_for_one(tmp_path: Path, name: str) -> None:
+    """It would be in every line of the log."""
+    path = secret_file(tmp_path / "tokens", f"{name} {TOKEN}\n".encode())
+    with pytest.raises(UnusableSecret, match=r"line 1 of .*write NAME TOKEN") as caught:
+        read_keys("server.auth.tokens_file", path)
+    assert name not in str(caught.value).replace(path, "")
+    assert TOKEN not in str(caught.value)
+
+
+@given(words=st.tuples(st.text("abc09-", min_size=1), st.text("xyz09-", min_size=16)))
+def test_no_word_may_be_both_a_name_and_a_token(words: tuple[str, str]) -> None:
+    """So that which is which cannot be mistaken, in either order."""
+    taken = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, line in enumerate((words, words[::-1])):
+            path = secret_file(Path(folder) / str(number), " ".join(line).encode())
+            with contextlib.suppress(UnusableSecret):
+                taken += read_keys("x", path)
+    assert len(taken) <= 1
+
+
+@pytest.mark.parametrize("name", ["alice", "al_ice-2", "a.b@c", "Zoë", "n" * (MIN_TOKEN_CHARS - 1)])
+def test_names_are_short_words(tmp_path: Path, name: str) -> None:
+    path = secret_file(tmp_path / "tokens", f"{name} {TOKEN}".encode())
+    (key,) = read_keys("x", path)
+    assert key.caller.name == f"{name} of x"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
