@@ -37,6 +37,7 @@ class Connection(H11Protocol):
     """
 
     refusals: Refusals
+    begun: Callable[[str], None]
     header_limit_s: float
     stall_limit_s: float
 
@@ -54,6 +55,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It is there, and owes a header."""
         super().connection_made(transport)
+        self.begun(self.peer)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -116,10 +118,13 @@ class Connection(H11Protocol):
             self._stall = None
 
 
-def connection_kind(refusals: Refusals, limits: ServerLimits) -> type[Connection]:
-    """Connections of one door."""
+def connection_kind(
+    refusals: Refusals, limits: ServerLimits, begun: Callable[[str], None]
+) -> type[Connection]:
+    """Connections of one door; ``begun`` is told the peer of each."""
     shared = {
         "refusals": refusals,
+        "begun": staticmethod(begun),
         "header_limit_s": limits.header_limit_s,
         "stall_limit_s": limits.slow_client_limit_s + LAST_WORDS_S,
     }
@@ -129,7 +134,8 @@ def connection_kind(refusals: Refusals, limits: ServerLimits) -> type[Connection
 class Acceptor:
     """Takes connections off a listening socket, as many as may be open at a time.
 
-    Those beyond are closed at once. ``num_open``: how many there are whose handshake has been made.
+    Those beyond are closed at once. ``num_open``: how many there are whose handshake has been made,
+    of which each is told by ``begun``.
     """
 
     def __init__(
@@ -147,7 +153,12 @@ class Acceptor:
         self._limits = limits
         self._refusals = refusals
         self._num_open = num_open
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._beginning: set[str] = set()  # peers, each until it is among the open ones
+
+    def begun(self, peer: str) -> None:
+        """The peer's handshake has been made."""
+        self._beginning.discard(peer)
 
     async def run(self) -> None:
         """Until it is cancelled, which ends those that have not begun, too."""
@@ -163,7 +174,7 @@ class Acceptor:
                     continue
                 self._take(loop, connection, address(peer))
         finally:
-            for task in self._beginning:
+            for task in self._tasks:
                 task.cancel()
 
     def _take(self, loop: asyncio.AbstractEventLoop, connection: socket.socket, peer: str) -> None:
@@ -172,9 +183,10 @@ class Acceptor:
             connection.close()
             self._refusals.connection(PORT, "crowded", peer, f"{most} connections are open")
             return
+        self._beginning.add(peer)
         task = loop.create_task(self._begin(loop, connection, peer))
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _begin(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, peer: str
@@ -193,6 +205,8 @@ class Acceptor:
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             why = str(error) or "it hung up during the handshake"
             self._refusals.connection(PORT, "tls", peer, why)
+        finally:
+            self._beginning.discard(peer)
 
 
 def address(client: Any) -> str:

@@ -47,7 +47,7 @@ class HttpServer:
         port = self._socket.getsockname()[1]
         self.endpoint = f"{address.rpartition(':')[0]}:{port}"
         self._door = Door(node, limits, wall_clock)
-        self._kind = connection_kind(node.refusals, limits)
+        self._kind = connection_kind(node.refusals, limits, lambda peer: self._acceptor.begun(peer))
         config = uvicorn.Config(
             make_app(self._door),
             http=self._kind,
