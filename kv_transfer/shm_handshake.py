@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvferry.kv_cache.line_limit import LineLimit
 from kvferry.kv_transfer.connector import PeerInfo, TransferFailed
 from kvferry.kv_transfer.handshake import (
     HandshakeRefused,
@@ -99,6 +100,7 @@ class HandshakeServer:
         self.info = replace(info, address=f"@kvferry-{secrets.token_hex(16)}")
         self.answered = 0
         self.refused: Counter[str] = Counter()
+        self._lines = LineLimit(time.monotonic)
         self._fds = fds
         self._timeout_s = timeout_s
         self._uid_of = uid_of
@@ -147,18 +149,18 @@ class HandshakeServer:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:
-            self.refused["accept_failed"] += 1
+        except OSError as error:
+            self._note("accept_failed", error)
             self._stopping.wait(ACCEPT_RETRY_S)
             return
         try:
             connection.setblocking(False)
             self._admit(connection)
         except HandshakeRefused as refusal:
-            self._note(refusal)
+            self._note(refusal.reason, refusal)
             connection.close()
-        except OSError:
-            self.refused["failed"] += 1
+        except OSError as error:
+            self._note("failed", error)
             connection.close()
 
     def _admit(self, connection: socket.socket) -> None:
@@ -174,10 +176,10 @@ class HandshakeServer:
         try:
             self._answer(connection)
         except HandshakeRefused as refusal:
-            self._note(refusal)
+            self._note(refusal.reason, refusal)
             self._say_refused(connection, refusal)
-        except Exception:  # the boundary of the loop: one handshake must not end the others
-            self.refused["failed"] += 1
+        except Exception as error:  # the boundary of the loop: one must not end the others
+            self._note("failed", repr(error))
         finally:
             self._drop(connection)
 
@@ -201,13 +203,15 @@ class HandshakeServer:
     def _refuse_slow(self) -> None:
         now = time.monotonic()
         for connection in [c for c, deadline in self._deadlines.items() if deadline <= now]:
-            self._note(HandshakeRefused("slow", "its handshake has taken too long"))
+            self._note("slow", "its handshake has taken too long")
             self._drop(connection)
 
-    def _note(self, refusal: HandshakeRefused) -> None:
+    def _note(self, reason: str, why: object) -> None:
         """Count and log a refusal."""
-        self.refused[refusal.reason] += 1
-        logger.warning("refused a reader on this host (%s): %s", refusal.reason, refusal)
+        text = f"refused a reader on this host ({reason}): {why}"
+        if (line := self._lines.line(reason, text)) is not None:
+            logger.warning("%s", line)
+        self.refused[reason] += 1
 
     def _drop(self, connection: socket.socket) -> None:
         del self._deadlines[connection]

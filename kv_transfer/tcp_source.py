@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from kvferry.kv_cache.line_limit import LineLimit
 from kvferry.kv_transfer.authentication import NONCE_BYTES, NoKey, SourceSide
 from kvferry.kv_transfer.compatibility import check_compatible
 from kvferry.kv_transfer.connector import IncompatiblePeer, PeerInfo, TransferFailed
@@ -108,6 +109,7 @@ class TcpSource:
     ) -> None:
         self.answered = 0
         self.refused: Counter[str] = Counter()
+        self._lines = LineLimit(clock)
         self._pool = pool
         self._limits = limits
         self._key = key
@@ -293,8 +295,10 @@ class TcpSource:
 
     def _note(self, name: str, reason: str, why: str) -> None:
         """Count and log a refusal; the only place where this port does either."""
+        text = f"refused a reader at {name} ({reason}): {why}"
+        if (line := self._lines.line(reason, text)) is not None:
+            logger.warning("%s", line)
         self.refused[reason] += 1
-        logger.warning("refused a reader at %s (%s): %s", name, reason, why)
 
     def _resume_accepting(self) -> None:
         if self._accept_again_at is not None and self._accept_again_at <= self._clock():

@@ -25,6 +25,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.kv_cache.line_limit import LineLimit
 from kvferry.worker.cluster_key import CurveKeys
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class DoorKeeper:
         """``listener`` must not be bound yet."""
         reasons = ("unauthenticated", *_FAILURES.values())
         self.refused: Counter[str] = Counter(dict.fromkeys(reasons, 0))
+        self._lines = LineLimit(time.monotonic)
         self._wanted = z85.decode(keys.public)
         self._clock = clock
         self._callers = Callers()
@@ -167,8 +169,10 @@ class DoorKeeper:
 
     def _refuse(self, reason: str, address: str) -> None:
         """Count and log one; the only place where this port does either."""
+        text = f"refused a connection for messages from {address} ({reason})"
+        if (line := self._lines.line(reason, text)) is not None:
+            logger.warning("%s", line)
         self.refused[reason] += 1
-        logger.warning("refused a connection for messages from %s (%s)", address, reason)
 
     def _answer(self, question: list[bytes]) -> None:
         """ZAP: version, request id, domain, address, identity, mechanism, credentials."""

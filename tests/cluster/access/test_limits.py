@@ -215,7 +215,9 @@ def client_hello() -> bytes:
     return outgoing.read()
 
 
-@pytest.mark.parametrize("said", [b"", client_hello()[:40], client_hello()])
+@pytest.mark.parametrize(
+    "said", [b"", client_hello()[:40], client_hello()], ids=["nothing", "a part", "a hello"]
+)
 @pytest.mark.parametrize("port", ["http", "metrics"])
 def test_who_hangs_up_in_a_handshake_is_told_of(
     port: str, said: bytes, tls: AccessSettings, folder: Path, caplog: pytest.LogCaptureFixture
@@ -227,7 +229,9 @@ def test_who_hangs_up_in_a_handshake_is_told_of(
         assert_told(door, port, "tls", name, caplog)
 
 
-@pytest.mark.parametrize("said", [b"", client_hello()[:40], client_hello()])
+@pytest.mark.parametrize(
+    "said", [b"", client_hello()[:40], client_hello()], ids=["nothing", "a part", "a hello"]
+)
 @pytest.mark.parametrize("port", ["http", "metrics"])
 def test_a_handshake_that_does_not_end_is_not_waited_for(
     port: str, said: bytes, tls: AccessSettings, folder: Path, caplog: pytest.LogCaptureFixture
