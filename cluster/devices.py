@@ -109,11 +109,7 @@ def on_devices(config: Config, num_gpus: float, can_grow: bool = False) -> Place
     fits = bool(may) and wanted <= num_gpus + ROUNDING
     devices = {role: CUDA if role in must or (fits and role in may) else CPU for role in asked}
     lines = []
-    if may and not fits and can_grow and not num_gpus:
-        lines.append(
-            f"device: auto is the CPU for {', '.join(may)}: no node of Ray's cluster has a GPU now"
-        )
-    elif may and not fits and num_gpus:
+    if may and not fits and num_gpus:
         lines.append(
             f"device: auto is the CPU: {', '.join(may)} would need {wanted} GPUs in all, Ray's "
             f"cluster has {num_gpus:g}"

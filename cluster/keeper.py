@@ -24,7 +24,7 @@ from kvferry.cluster.errors import Cancelled, Internal, NotReady
 from kvferry.cluster.following import KeeperNews
 from kvferry.cluster.gathering import gather
 from kvferry.cluster.ground import Say
-from kvferry.cluster.joined_ground import JoinedGround, Record, load_record
+from kvferry.cluster.joined_ground import JoinedGround, Record, clear, load_record
 from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.ours import sweep
 from kvferry.cluster.ray_actors import num_gpus
@@ -59,9 +59,11 @@ class Keeper:
         self._lines: list[str] = []
         self._failure: Exception | None = None
         self._cluster: Cluster | None = None
+        self._ground: JoinedGround | None = None  # of the cluster that is being started
+        self._unready: Cluster | None = None  # that one, until it is ready
         self._is_begun = False  # what is there was started in this life
         self._claimed = threading.Event()
-        self._asked_at = time.monotonic()
+        self._is_asked_for = True
         self._stopping = threading.Event()
         self._grace_s = 0.0
         self._stopper: threading.Thread | None = None
@@ -95,7 +97,7 @@ class Keeper:
 
     def news(self, known: int) -> KeeperNews:
         """What there is to tell beyond the first ``known`` lines."""
-        self._asked_at = time.monotonic()
+        self._is_asked_for = True
         cluster, doors = self._cluster, None
         if cluster is not None:
             doors = RouterEndpoints(cluster.grpc, cluster.http, cluster.metrics)
@@ -129,25 +131,43 @@ class Keeper:
         self._stopper.join()
 
     def _stop(self, grace_s: float) -> None:
-        if self._cluster is not None:
-            self._cluster.stop(grace_s)
-        else:  # what is being started is taken away from under it
+        try:
+            if self._cluster is not None:
+                self._cluster.stop(grace_s)
+            else:
+                self._end_start()
             sweep(self._namespace, self._me)
-            if self._thread.is_alive():
-                self._thread.join(START_ENDS_S)
+        except Exception:  # the thread's boundary: this actor must not stay
+            logger.exception("the cluster could not be ended in order")
+        finally:
+            self._end_itself()
+
+    def _end_start(self) -> None:
+        """What is being started, or taken up, is taken away from under it."""
+        if self._ground is not None:
+            self._ground.close()
         sweep(self._namespace, self._me)
-        self._end_itself()
+        if self._thread.is_alive():
+            self._thread.join(START_ENDS_S)
+        if self._unready is not None:  # it may have begun to watch, and would start them anew
+            self._unready.stop(0.0)
 
     def _end_itself(self) -> None:
         me = ray.get_runtime_context().current_actor
         threading.Timer(LAST_WORDS_S, lambda: ray.kill(me)).start()
 
     def _heed(self) -> None:
-        """Until somebody knows the doors: give up what nobody has asked for in a while."""
+        """Until somebody knows the doors: give up what nobody has asked for in a while.
+
+        Turns are counted, not seconds: while this process stands still, nobody can ask it.
+        """
+        unasked = 0
         while not self._claimed.wait(ATTENTION_S):
             if self._stopping.is_set():
                 return
-            if time.monotonic() - self._asked_at < ABANDONED_S:
+            unasked = 0 if self._is_asked_for else unasked + 1
+            self._is_asked_for = False
+            if unasked * ATTENTION_S < ABANDONED_S:
                 continue
             logger.warning("nobody has asked for %g s: the start is given up", ABANDONED_S)
             if self._is_begun:
@@ -224,9 +244,13 @@ class Keeper:
             secret=new_key().secret.hex(),
             maker=self._own_maker,
         )
-        gather(self._config, self._places, fresh, self._say, time.monotonic, self._pause)
-        fresh.num_gpus = num_gpus()
-        cluster = self._cluster_on(fresh, self._say)
+        try:
+            gather(self._config, self._places, fresh, self._say, time.monotonic, self._pause)
+            fresh.num_gpus = num_gpus()
+            cluster = self._cluster_on(fresh, self._say)
+        except BaseException:
+            clear(self._places)  # what was asked of the autoscaler
+            raise
         cluster.open(self._say)
         return cluster
 
@@ -235,6 +259,7 @@ class Keeper:
         placed = on_devices(self._config, record.num_gpus, can_grow=True)
         for line in placed.lines:
             say(line)
-        ground = JoinedGround(placed.config, self._places, record, time.monotonic)
+        self._ground = JoinedGround(placed.config, self._places, record, time.monotonic)
         key = ClusterKey(bytes.fromhex(record.secret))
-        return Cluster(placed.config, self._model_folder, ground, key)
+        self._unready = Cluster(placed.config, self._model_folder, self._ground, key)
+        return self._unready

@@ -190,9 +190,13 @@ class Cluster:
             descriptions = [worker.description for worker in found.workers]
             self._opened(get(self._router.start.remote(self._model, descriptions)))
             router = RunningRouter(self._router, *get(self._router.whereabouts.remote(node_id)))
-        self._supervise(found.workers, router)
+        names = self._ground.names()
+        for gone in (w for w in found.workers if w.ref.node_id not in names):
+            ray.kill(gone.actor)  # its place is not there any more
+        workers = [worker for worker in found.workers if worker.ref.node_id in names]
+        self._supervise(workers, router)
         assert self._supervision is not None
-        missing = self._ground.names().keys() - {w.ref.node_id for w in found.workers}
+        missing = names.keys() - {worker.ref.node_id for worker in workers}
         self._supervision.expect(sorted(missing))
 
     def _supervise(self, workers: list[RunningWorker], router: RunningRouter) -> None:

@@ -24,7 +24,6 @@ class TakenDown:
     """What ``take_down`` found and removed."""
 
     ray_address: str
-    had_keeper: bool
     num_actors: int
     num_groups: int
 
@@ -93,7 +92,7 @@ def take_down(namespace: str, grace_s: float, only: Any = None) -> TakenDown:
     address = ray.get_runtime_context().gcs_address
     keeper = find_keeper(namespace)
     if only is not None and keeper is not None and id_of(keeper) != id_of(only):
-        return TakenDown(address, False, 0, 0)
+        return TakenDown(address, 0, 0)
     actors, groups = len(our_actors(namespace)), len(RayPlaces(namespace).names())
     if keeper is not None:
         stopping = keeper.stop.remote(grace_s)
@@ -101,4 +100,4 @@ def take_down(namespace: str, grace_s: float, only: Any = None) -> TakenDown:
             ray.wait([stopping], timeout=grace_s + STOP_S)
         ray.kill(keeper)
     sweep(namespace, None if keeper is None else id_of(keeper))  # what it has left
-    return TakenDown(address, keeper is not None, actors, groups)
+    return TakenDown(address, actors, groups)

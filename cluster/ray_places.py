@@ -6,6 +6,7 @@ Groups are known here by our names for them. Decides nothing.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from kvferry.cluster.ray_actors import EPOCH_NAMESPACE, node_address, node_id
 
 PREFIX = "kvferry/"
 _OF_GROUP = re.compile(r"_group_(?:[0-9]+_)?[0-9a-f]{36}$")  # Ray's own names for what is reserved
+CREATED = "CREATED"  # the state of a group that has its place
+WAIT_POLL_S = 0.1
 _LEAST = {"CPU": 0.001}  # a bundle cannot be of nothing
 
 
@@ -67,9 +70,19 @@ class RayPlaces:
         )
 
     def wait(self, name: str, timeout_s: float) -> bool:
-        """See ``Places``."""
-        group = self._find(name)
-        return group is not None and bool(group.wait(timeout_s))
+        """See ``Places``. Asks the table again and again: Ray's own waiting knows whole seconds
+        only, and leaves a waiter behind at its store each time.
+        """
+        until = time.monotonic() + timeout_s
+        while self._state_of(name) != CREATED:
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(left, WAIT_POLL_S))
+        return True
+
+    def _state_of(self, name: str) -> str | None:
+        states = [state for found, _, state in self._groups() if found == self._prefix + name]
+        return states[0] if states else None
 
     def node_of(self, name: str) -> str | None:
         """See ``Places``."""
@@ -86,7 +99,7 @@ class RayPlaces:
 
     def names(self) -> list[str]:
         """See ``Places``."""
-        names = (name.removeprefix(self._prefix) for name, _ in self._groups())
+        names = (name.removeprefix(self._prefix) for name, _, _ in self._groups())
         return list(dict.fromkeys(names))
 
     def in_group(self, name: str) -> dict[str, Any]:
@@ -125,16 +138,17 @@ class RayPlaces:
     def _all(self, name: str) -> list[PlacementGroup]:
         return [
             PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))
-            for found, group_id in self._groups()
+            for found, group_id, _ in self._groups()
             if found == self._prefix + name
         ]
 
-    def _groups(self) -> list[tuple[str, str]]:
-        """Name and id of every group of ours, by whichever job it was made: Ray finds a group by
-        its name in the namespace of its job only, and a Serve replica's is not a command's.
+    def _groups(self) -> list[tuple[str, str, str]]:
+        """Name, id and state of every group of ours, by whichever job it was made: Ray finds a
+        group by its name in the namespace of its job only, and a Serve replica's is not a
+        command's.
         """
         return [
-            (entry["name"], entry["placement_group_id"])
+            (entry["name"], entry["placement_group_id"], entry["state"])
             for entry in ray.util.placement_group_table().values()
             if entry["name"].startswith(self._prefix) and entry["state"] != "REMOVED"
         ]

@@ -181,9 +181,14 @@ class RouterNode:
         received_at: float,
         caller: Caller = ANYBODY,
         peer: str = HERE,
+        is_more: bool = False,
     ) -> RoutedRequest:
-        """Begin a caller's stream; items for the client go to ``emit``. Raises Overloaded."""
-        self._check_tenant(caller, "", peer)  # others may have come since it was prepared
+        """Begin a caller's stream; items for the client go to ``emit``. Raises Overloaded.
+
+        ``is_more``: it is of one call with the one before it, and with that it has been let in.
+        """
+        if not is_more:
+            self._check_tenant(caller, "", peer)  # others may have come since it was prepared
         tenants, output = self.access.tenants, spec.num_branches * spec.max_output_tokens
         if caller.tenant:
             emit = self._metered(spec.request_id, emit, caller, output)

@@ -99,10 +99,6 @@ class Supervisor:
         """How often the slot has been started again."""
         return self._slots[name].num_starts - 1
 
-    def is_expected(self, name: str) -> bool:
-        """Whether there is to be a worker of this name."""
-        return name in self._slots
-
     def _schedule(self, slot: _Slot, now: float) -> None:
         pause = self._policy.first_pause_s * 2.0**slot.losses_in_a_row
         slot.alive = None

@@ -63,8 +63,8 @@ class SourceLimits:
 
     handshake_timeout_s: float = 2.0
     silence_timeout_s: float = 20.0
-    max_pending: int = 64
-    max_pending_per_host: int = 8
+    max_pending: int = 256
+    max_pending_per_host: int = 32
     max_connections: int = 256
     socket_buffer_bytes: int | None = None
 

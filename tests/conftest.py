@@ -34,16 +34,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# System tests that start a Ray of their own and say its address, so that they may run beside others.
+OF_THEIR_OWN = frozenset(
+    f"tests/system/test_{name}.py" for name in ("hosts", "installed", "joining", "ray_serve")
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """In several processes a file stays in one, for its fixtures, and so do all system tests: there
-    is one Ray at a time.
+    """In several processes a file stays in one, for its fixtures, and so do all system tests that
+    share a cluster; those with a Ray of their own stay in another.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if file in OF_THEIR_OWN:
+                return "their own"
             return "system" if file.startswith("tests/system/") else file
 
     return ByFile(config, log)

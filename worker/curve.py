@@ -192,7 +192,16 @@ def _peer_of(descriptor: int) -> str:
     the connection has ended meanwhile, the number may stand for another: at worst the log names it.
     """
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return UNKNOWN
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:  # it is no socket any more
+        os.close(duplicate)
+        return UNKNOWN
+    try:
+        with connection:
             host, port = connection.getpeername()[:2]
     except (OSError, ValueError, TypeError):
         return UNKNOWN

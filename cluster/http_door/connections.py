@@ -14,12 +14,14 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.cluster.access.refusals import Refusals
 from kvferry.cluster.server_limits import ServerLimits
 
 PORT = "http"
+IDLE_LIMIT_S = 60  # between two requests of one connection
 ACCEPT_RETRY_S = 0.05  # after an accept that failed, which out of descriptors would repeat at once
 FAREWELL_S = 5.0  # for a client to answer the end of TLS
 LAST_WORDS_S = 60.0  # for one whose stream was ended for its slowness, to read that
@@ -33,7 +35,7 @@ class Connection(H11Protocol):
     """A connection of uvicorn's with deadlines. See ``connection_kind``.
 
     That for a header begins with the connection, and after a request with the first byte of the
-    next; until that comes, uvicorn's own for idle ones holds. Another runs while nothing is taken.
+    next; until that comes it may be idle for longer. Another runs while nothing is taken.
     """
 
     refusals: Refusals
@@ -45,6 +47,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **more)
         self.logger = _errors_only
         self._deadline: asyncio.TimerHandle | None = None
+        self._owes_header = False
         self._stall: asyncio.TimerHandle | None = None
 
     @property
@@ -95,15 +98,20 @@ class Connection(H11Protocol):
         has_begun: Any = self.cycle  # None, whatever uvicorn says, before the first request
         if has_begun and not has_begun.response_complete:
             self._set_deadline(None)
-        elif self._deadline is None:
-            self._set_deadline(self.header_limit_s)
+        elif has_begun and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            # What came was the rest of a request that was answered before it.
+            self._set_deadline(IDLE_LIMIT_S, self.timeout_keep_alive_handler)
+        elif not self._owes_header:
+            self._set_deadline(self.header_limit_s, self._late)
+            self._owes_header = True
 
-    def _set_deadline(self, seconds: float | None) -> None:
+    def _set_deadline(self, seconds: float | None, then: Callable[[], None] | None = None) -> None:
+        self._owes_header = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if seconds is not None:
-            self._deadline = self.loop.call_later(seconds, self._late)
+        if seconds is not None and then is not None:
+            self._deadline = self.loop.call_later(seconds, then)
 
     def _late(self) -> None:
         self._deadline = None

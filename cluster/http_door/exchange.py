@@ -51,7 +51,9 @@ class Exchange:
         specs = [await self._prepare(ask) for ask in asks]
         for place, spec in enumerate(specs):
             emit = partial(self._emit, place)
-            request = self._node.submit(spec, emit, received_at, self._caller, self._peer)
+            request = self._node.submit(
+                spec, emit, received_at, self._caller, self._peer, is_more=place > 0
+            )
             self.requests.append(request)
 
     async def _prepare(self, ask: Ask) -> RequestSpec:

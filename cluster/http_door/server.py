@@ -16,14 +16,13 @@ from collections.abc import Callable
 import uvicorn
 
 from kvferry.cluster.http_door.app import Door, make_app
-from kvferry.cluster.http_door.connections import Acceptor, connection_kind
+from kvferry.cluster.http_door.connections import IDLE_LIMIT_S, Acceptor, connection_kind
 from kvferry.cluster.ports import unavailable
 from kvferry.cluster.router_node import RouterNode
 from kvferry.cluster.server_limits import ServerLimits
 
 LAST_WORDS_S = 1.0  # for the errors of streams that a stop has ended
 PROBES = 3  # that a silent connection leaves unanswered before it is dropped
-IDLE_LIMIT_S = 60  # between two requests of one connection
 
 
 class HttpServer:

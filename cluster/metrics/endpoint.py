@@ -91,9 +91,10 @@ class _Server(ThreadingMixIn, WSGIServer):
     def server_close(self) -> None:
         """Listen no longer, and to nobody; answers that are under way go on."""
         super().server_close()
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             for request in self._open:
-                socket.socket.shutdown(request, socket.SHUT_RD)
+                with contextlib.suppress(OSError):  # that one has gone
+                    socket.socket.shutdown(request, socket.SHUT_RD)
 
     def service_actions(self) -> None:
         """Hang up on connections that are late."""

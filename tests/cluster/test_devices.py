@@ -35,12 +35,6 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_and_nothing_is_said_of_it() -> No
     assert model_dtype(placed.config) == kv_dtype(placed.config) == "float32"
 
 
-def test_where_a_gpu_may_come_start_up_says_that_there_is_none_yet() -> None:
-    (line,) = on_devices(config(), 0, can_grow=True).lines
-    assert "auto is the CPU for prefill, decode: no node" in line
-    assert on_devices(config(prefill__device="cpu", decode__device="cpu"), 0, True).lines == ()
-
-
 def test_auto_is_a_gpu_where_there_is_one_for_each_worker() -> None:
     placed = on_devices(config(prefill__replicas=2), 3)
     assert (placed.config.prefill.device, placed.config.decode.device) == ("cuda", "cuda")

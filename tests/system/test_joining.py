@@ -152,8 +152,8 @@ def test_what_cannot_be_placed_is_said_and_leaves_nothing(
     with Command("serve", *flags, folder=tmp_path) as command:
         ended = command.wait()
     assert (ended.code, ended.out) == (1, "")
-    assert "waiting for Ray to place decode-0 (1 CPU, 1 absent); the whole" in ended.err
-    assert "kvferry: no room for decode-0 (1 CPU, 1 absent) after 3 s" in ended.err
+    assert "waiting for nodes for decode-0 (1 absent); the whole" in ended.err
+    assert "kvferry: no node for decode-0 (1 absent) after 3 s" in ended.err
     assert ray_head.down(tmp_path) == []
 
 
@@ -173,7 +173,9 @@ def test_a_start_whose_command_was_killed_is_given_up(
     with Command(
         "serve", "--config", str(config), "--address", ray_head.address, folder=tmp_path
     ) as command:
-        eventually("it waits for a place", lambda: "waiting for Ray" in command.err, bool, START_S)
+        eventually(
+            "it waits for a place", lambda: "waiting for nodes" in command.err, bool, START_S
+        )
         assert ray_head.actors()
         command.process.kill()
         eventually("its keeper has ended", ray_head.actors, lambda alive: not alive, START_S)

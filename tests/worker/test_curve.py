@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import socket
 import time
@@ -17,7 +18,7 @@ from kvferry.kv_transfer.authentication import NO_KEY, NoKey
 from kvferry.worker import messages as m
 from kvferry.worker.cluster_key import SECRET_BYTES, ClusterKey
 from kvferry.worker.codec import encode
-from kvferry.worker.curve import HANDSHAKE_S, UNKNOWN, Callers, DoorKeeper, dress
+from kvferry.worker.curve import HANDSHAKE_S, UNKNOWN, Callers, DoorKeeper, _peer_of, dress
 from kvferry.worker.messages import Envelope, NodeRef
 from kvferry.worker.network import FRAME_BYTES, Network
 from tests.worker.strangers import begun_command, call, greeting, read_to_end
@@ -335,3 +336,14 @@ def test_keys_of_the_two_channels_are_not_each_other_s() -> None:
     assert KEY.for_messages() != OTHER_KEY.for_messages()
     assert KEY.for_blocks() not in (KEY.secret, KEY.for_messages().secret)
     assert ClusterKey(KEY.secret).for_messages() == KEY.for_messages(), "every node finds the same"
+
+
+def test_a_descriptor_that_has_become_something_else_is_nobody_and_is_not_kept() -> None:
+    other = os.eventfd(0)
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        assert _peer_of(other) == UNKNOWN
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.close(other)
+    assert _peer_of(1 << 20) == UNKNOWN

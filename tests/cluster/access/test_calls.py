@@ -27,7 +27,7 @@ from kvferry.cluster.errors import (
 from kvferry.cluster.grpc_guard import CALLERS_SERVICES
 from kvferry.cluster.http_door.guard import Admits
 from kvferry.protos import kvferry_pb2 as pb
-from tests.cluster.access.locked import ACME, OPERATOR, SLOW, THRIFTY, ZETA, Locked
+from tests.cluster.access.locked import ACME, BROAD, OPERATOR, SLOW, THRIFTY, ZETA, Locked
 from tests.cluster.http_door.test_errors import error_of
 from tests.stack import BLOCK, LONG_S, Stack, eventually
 
@@ -251,6 +251,16 @@ def test_beyond_its_rate_a_tenant_is_told_when_to_come_again(
     assert 60 < int(answer.headers["retry-after"]) <= 170
     with locked.client(ACME) as client:
         assert client.generate_text("x", **SHORT).usage.completion_tokens == 2
+
+
+def test_prompts_of_one_call_are_let_in_together(locked: Locked) -> None:
+    """Each could use more than was saved up, so that one at a time the others would be refused."""
+    asked = {"prompt": ["x", "y", "z"], "max_tokens": 20, "ignore_eos": True}
+    with locked.http(BROAD) as http:
+        answer = http.post("/v1/completions", json=asked)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 3
+        error_of(http.post("/v1/completions", json=asked), 429)
 
 
 def test_what_a_request_does_not_use_is_given_back(locked: Locked) -> None:

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvferry.cluster.access.settings import AccessSettings
 from kvferry.cluster.access.tls import TlsFiles
+from kvferry.cluster.http_door import connections
 from kvferry.cluster.server_limits import ServerLimits, connections_for
 from tests.certificates import Authority
 from tests.cluster.access.locked import Locked
@@ -141,6 +142,19 @@ def test_a_header_that_does_not_come_is_not_waited_for(
         behave(connection)
         assert rest(connection) == b""
         assert_told(door, "http", "slow", name, caplog)
+
+
+def test_a_body_that_comes_after_its_answer_is_no_late_header(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is idle then, and ends like any that is."""
+    monkeypatch.setattr(connections, "IDLE_LIMIT_S", SHORT_S)
+    with opened(folder, header_limit_s=SHORT_S) as door, connected(door, "http") as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"abc")
+        rest(connection)
+        assert not door.refused("http")
 
 
 def test_a_request_that_takes_long_is_not_cut_off(folder: Path) -> None:
