@@ -20,14 +20,14 @@ LOAD = (
 
 def sweep(site: Site, out: Path, html: Path) -> None:
     """Measure, with progress on standard error; what ``out`` holds is not measured again."""
-    out, html = REPOSITORY / out, REPOSITORY / html
-    out.parent.mkdir(parents=True, exist_ok=True)
+    (REPOSITORY / out).parent.mkdir(parents=True, exist_ok=True)
     # Three machines and their load share this one's processors: silence there is no death.
-    config = site.lan.folder / "sweep.yaml"
-    config.write_text(yaml.safe_dump({**CONFIG, "router": {"heartbeat_timeout": "15s"}}))
+    config = out.with_suffix(".yaml")  # the report names it, so not a folder that is gone then
+    text = yaml.safe_dump({**CONFIG, "router": {"heartbeat_timeout": "15s"}})
+    (REPOSITORY / config).write_text(text, encoding="utf-8")
     words = [sys.executable, "-m", "kvferry.cluster.cli", "loadgen", "sweep"]
     words += ["--arrangements", ARRANGEMENTS, *LOAD, "--config", str(config)]
     words += ["--out", str(out), "--html", str(html)]
     done = site.head.attached(words)
     assert done == 0, f"loadgen sweep ended with {done}"
-    assert os.path.getsize(html)
+    assert os.path.getsize(REPOSITORY / html)
