@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# System tests that start a Ray of their own and say its address, so that they may run beside others.
+# System tests with a Ray of their own, which say its address: they may run beside others.
 OF_THEIR_OWN = frozenset(
     f"tests/system/test_{name}.py" for name in ("hosts", "installed", "joining", "ray_serve")
 )
