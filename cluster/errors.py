@@ -268,7 +268,10 @@ def from_grpc(error: grpc.RpcError, endpoint: str = "the endpoint") -> KVFerryEr
             return InvalidRequest(f"{details}: shorten the request")
         return Internal(f"{status}: {details}")
     if cls is ClusterUnreachable:
-        return cls(f"no cluster answers at {endpoint} ({details}); is 'kvferry serve' running?")
+        hint = " Does it want TLS (--tls-ca)?" if "Socket closed" in details else ""
+        return cls(
+            f"no cluster answers at {endpoint} ({details}); is 'kvferry serve' running?{hint}"
+        )
     if issubclass(cls, Overloaded):
         milliseconds = metadata.get(RETRY_AFTER_KEY, "")
         return cls(details, int(milliseconds) / 1000 if milliseconds.isdigit() else None)

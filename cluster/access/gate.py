@@ -63,7 +63,10 @@ class Gate:
         if self.is_open:
             return ANYBODY
         if authorization is None:
-            raise Unauthenticated("no token came: send 'authorization: Bearer TOKEN'")
+            raise Unauthenticated(
+                "no token came: send 'authorization: Bearer TOKEN'; kvferry's commands take it "
+                "from KVFERRY_TOKEN or --token-env"
+            )
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthenticated("authorization: wanted 'Bearer TOKEN'")
@@ -81,8 +84,8 @@ class Gate:
         caller = self.caller(authorization)
         if caller.tenant:
             raise PermissionDenied(
-                f"{what} shows or changes what is everybody's: a tenant's key may not, a token of "
-                "server.auth.tokens_file may"
+                f"{what} is for a token of server.auth.tokens_file: it shows or changes what is "
+                "everybody's, which a tenant's key may not"
             )
         return caller
 

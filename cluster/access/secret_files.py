@@ -51,8 +51,8 @@ def _check(key: str, path: str, status: os.stat_result, secret: bool) -> None:
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
     if secret and status.st_mode & _OTHERS:
         raise UnusableSecret(
-            f"{key}: {path} has mode {mode}: other users may get at it; chmod o-rwx, and take it "
-            "for known if they could"
+            f"{key}: {path} has mode {mode}: other users may get at it; chmod o-rwx, and make a "
+            "new one if any could have"
         )
     if status.st_mode & stat.S_IWOTH:
         raise UnusableSecret(
