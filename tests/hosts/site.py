@@ -32,7 +32,8 @@ CONFIG: dict[str, Any] = {
     "scheduler": {"max_num_batched_tokens": 96, "chunk_tokens": 64},
     "prefill": {"threads": 1, "resources": {"kvferry_prefill": 1}},
     "decode": {"threads": 1, "resources": {"kvferry_decode": 1}},
-    "ray": {"address": f"10.77.0.1:{RAY_PORT}"},
+    # The machines share their processors, and here that cannot be seen: /sys is the host's.
+    "ray": {"address": f"10.77.0.1:{RAY_PORT}", "pin_cores": False},
 }
 
 
