@@ -53,7 +53,7 @@ class Outgoing:
 
 
 class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
-    """Generate, Cancel, Tokenize, ListModels."""
+    """Generate, Cancel, Tokenize, ListModels; not Resume, which is not built yet."""
 
     def __init__(self, node: RouterNode, slow_client_limit_s: float) -> None:
         self._node = node
@@ -145,6 +145,10 @@ class InferenceServicer(kvferry_pb2_grpc.InferenceServicer):
     ) -> pb.ListModelsResponse:
         """The one served model."""
         return pb.ListModelsResponse(models=[wire.model(self._node.intake.model)])
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:
+        """Nothing yet, said without a trace in the log."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Resume is not built yet")
 
 
 class ClusterServicer(kvferry_pb2_grpc.ClusterServicer):

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from kvferry.cluster.cli.command import EXIT_FAILED, Command, Result, UsageError
 from kvferry.cluster.reports.common import distribution_version
@@ -46,22 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = _name_in(argv)
     command = _load(name) if name in COMMANDS else None
     wants_document = "--json" in argv
-    try:
-        args = _parser(name, command).parse_args(argv)
-        args.argv = argv
-        wants_document = getattr(args, "json", False)
-        run: Callable[[argparse.Namespace], Result] = args.run
-        with contextlib.redirect_stdout(sys.stderr if wants_document else sys.stdout):
-            result = run(args)  # Ray reports a dead process on standard output
-    except (Exception, KeyboardInterrupt) as exc:  # the boundary: however it ended is reported
-        result = Result(error=exc)
-    try:
-        _report(result, command if wants_document else None, argv)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return _reader_gone()
+    out = sys.stdout
+    with contextlib.ExitStack() as until_told:
+        try:
+            args = _parser(name, command).parse_args(argv)
+            args.argv = argv
+            wants_document = getattr(args, "json", False)
+            run: Callable[[argparse.Namespace], Result] = args.run
+            if wants_document:  # Ray reports a dead process on standard output, whenever it hears
+                until_told.enter_context(contextlib.redirect_stdout(sys.stderr))
+            result = run(args)
+        except (Exception, KeyboardInterrupt) as exc:  # the boundary: however it ended is reported
+            result = Result(error=exc)
+        try:
+            _report(result, command if wants_document else None, argv, out)
+            out.flush()
+        except BrokenPipeError:
+            return _reader_gone(out)
     if isinstance(result.error, BrokenPipeError):
-        return _reader_gone()
+        return _reader_gone(out)
     return result.exit_code
 
 
@@ -100,14 +103,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, self.format_usage().rstrip())
 
 
-def _report(result: Result, command: Command | None, argv: list[str]) -> None:
-    """Print the command's document, or else the error for people."""
+def _report(result: Result, command: Command | None, argv: list[str], out: TextIO) -> None:
+    """Print the command's document to ``out``, or else the error for people."""
     error = result.error
     if error is not None and not isinstance(error, KVFerryError | KeyboardInterrupt | OSError):
         traceback.print_exception(error)
     document = command.document_of(argv) if command is not None else None
     if document is not None:
-        print(document.render(result, argv, datetime.now(UTC)))
+        print(document.render(result, argv, datetime.now(UTC)), file=out)
     elif error is not None and not isinstance(error, BrokenPipeError):
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         print(f"kvferry: {message}", file=sys.stderr)
@@ -115,7 +118,7 @@ def _report(result: Result, command: Command | None, argv: list[str]) -> None:
             print(error.usage, file=sys.stderr)
 
 
-def _reader_gone() -> int:
+def _reader_gone(out: TextIO) -> int:
     """Nobody reads our output any more: end quietly, without a second fault at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
     return EXIT_FAILED

@@ -67,8 +67,10 @@ def run(args: argparse.Namespace) -> Result:
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # as serve does
         ours = import_module("kvferry.cluster.ours")
-        import_module("kvferry.cluster.ray_session").init_ray(config)
+        is_ours = import_module("kvferry.cluster.ray_session").init_ray(config)
         found = asdict(ours.take_down(config.ray.namespace, args.grace))
+        if is_ours:  # or it could report a dead node beside the document
+            import_module("ray").shutdown()
         clusters = [_joined(found, config.ray.namespace)] if any(_counts(found)) else []
     for cluster in clusters:
         what = f"the cluster on Ray at {cluster['ray_address']}"

@@ -170,10 +170,9 @@ class Machine:
         return out.read_text(errors="replace")
 
     def attached(self, command: Sequence[str]) -> int:
-        """Run a command whose output is ours; its exit code."""
+        """Run a command in the repository's folder, with our output; its exit code."""
         return subprocess.run(
-            [*self.enter(), *command],
-            cwd=REPOSITORY,
+            [*self.enter(), "env", f"--chdir={REPOSITORY}", *command],
             env=self.environment(),
             stdin=subprocess.DEVNULL,
             check=False,
