@@ -11,7 +11,17 @@ from kvferry.cluster.access.settings import AccessSettings, TenantSettings
 from kvferry.cluster.access.tenants import Tenant
 from kvferry.cluster.access.tls import TlsFiles
 from tests.certificates import Authority, secret_file
-from tests.cluster.access.locked import ACME, BROAD, OPERATOR, QUICK, SLOW, THRIFTY, ZETA, Locked
+from tests.cluster.access.locked import (
+    ACME,
+    BROAD,
+    HASTY,
+    OPERATOR,
+    QUICK,
+    SLOW,
+    THRIFTY,
+    ZETA,
+    Locked,
+)
 from tests.stack import Stack
 
 
@@ -41,7 +51,7 @@ def locked(
         (
             *(tenant("acme", ACME), tenant("zeta", ZETA), tenant("slow", SLOW, 1.0)),
             *(tenant("quick", QUICK, 1000.0), tenant("thrifty", THRIFTY, 1.0)),
-            tenant("broad", BROAD, 1.0),
+            *(tenant("broad", BROAD, 1.0), tenant("hasty", HASTY, 1.0)),
         ),
     )
     with Stack(folder / "tiny", http=True, metrics=True, access=access) as stack:

@@ -14,9 +14,9 @@ from kvferry.cluster.metrics import catalog
 from tests.certificates import Authority, Pair
 from tests.stack import LONG_S, Stack
 
-OPERATOR, ACME, ZETA, SLOW, QUICK, THRIFTY, BROAD = (
+OPERATOR, ACME, ZETA, SLOW, QUICK, THRIFTY, BROAD, HASTY = (
     f"{name}-token-0123456789"
-    for name in ("op", "acme", "zeta", "slow", "quick", "thrifty", "broad")
+    for name in ("op", "acme", "zeta", "slow", "quick", "thrifty", "broad", "hasty")
 )
 
 

@@ -6,10 +6,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -27,7 +29,7 @@ from kvferry.cluster.errors import (
 from kvferry.cluster.grpc_guard import CALLERS_SERVICES
 from kvferry.cluster.http_door.guard import Admits
 from kvferry.protos import kvferry_pb2 as pb
-from tests.cluster.access.locked import ACME, BROAD, OPERATOR, SLOW, THRIFTY, ZETA, Locked
+from tests.cluster.access.locked import ACME, BROAD, HASTY, OPERATOR, SLOW, THRIFTY, ZETA, Locked
 from tests.cluster.http_door.test_errors import error_of
 from tests.stack import BLOCK, LONG_S, Stack, eventually
 
@@ -261,6 +263,21 @@ def test_prompts_of_one_call_are_let_in_together(locked: Locked) -> None:
         assert answer.status_code == 200
         assert len(answer.json()["choices"]) == 3
         error_of(http.post("/v1/completions", json=asked), 429)
+
+
+def test_what_a_client_that_leaves_has_not_used_is_given_back(locked: Locked) -> None:
+    asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    runner = locked.stack.prefill.runner
+    runner.allow(0)
+    try:
+        with locked.http(HASTY) as http, pytest.raises(httpx2.ReadTimeout):
+            http.post("/v1/completions", json=asked, timeout=0.5)
+    finally:
+        locked.stack.release()
+    with locked.http(HASTY) as http:
+        short = {"prompt": "x", **SHORT}
+        answers = partial(http.post, "/v1/completions", json=short)
+        eventually("it is let in again", lambda: answers().status_code == 200)
 
 
 def test_what_a_request_does_not_use_is_given_back(locked: Locked) -> None:
