@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from kvferry.cluster.access.gate import Caller, Gate
 from kvferry.cluster.access.refusals import Refusals
 from kvferry.cluster.http_door.answer import failure_response
+from kvferry.cluster.http_door.connections import address
 from kvferry.kv_cache.errors import KVFerryError
 
 Scope = MutableMapping[str, Any]
@@ -115,8 +116,7 @@ def caller_of(scope: Scope) -> Caller:
 
 def peer_of(scope: Scope) -> str:
     """Where a request came from, for the log."""
-    client = scope.get("client")
-    return f"{client[0]}:{client[1]}" if client else "an unknown address"
+    return address(scope.get("client"))
 
 
 def _refusal(error: KVFerryError) -> Application:
